@@ -25,14 +25,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         dest="source_format",
         default="fox",
         choices=("official", "fla", "llama"),
-        help="format of SRC; DST is a FoX",
+        help="format of SRC (DST is always a FoX model)",
     )
     direction.add_argument(
         "--to",
         dest="destination_format",
         default="fox",
         choices=("official", "fla"),
-        help="format of DST; SRC is a FoX",
+        help="format of DST (SRC is always a FoX model)",
     )
     parser.add_argument(
         "--decay-time",

@@ -1,4 +1,6 @@
-"""Run every `Task` in lm-eval. This file defines a task class, a request type, and a reader for lm-eval's models.
+"""Make every `Task` available in lm-eval.
+
+This file defines a task class, a request type, and a `Reader` for lm-eval's models.
 
 Each task has a YAML file that names its class, such as `class: !function hf_longctx.lm_eval.tasks.forgetting_curve`.
 `--metadata '{"lengths": [64, 128], "repeats": 3}'` sets the task's options. We split the trials of a task into
@@ -70,8 +72,8 @@ class TaskInLmEval(ConfigurableTask):
         task_of(self.task, self.settings)  # raises ValueError if an option is invalid
         if self.settings.get("protocol") == "adaptive":
             raise ValueError(
-                "protocol must be reference in lm-eval, got adaptive. lm-eval sends all requests in one round, but "
-                "the adaptive protocol chooses requests based on earlier responses."
+                "with lm-eval, protocol must be 'reference', got 'adaptive'. lm-eval sends all requests in one round, "
+                "but the adaptive protocol chooses requests based on earlier responses."
             )
         names = {"task": config.get("task"), "num_fewshot": 0, "output_type": "loglikelihood"}
         super().__init__(config=names | {"metadata": {"version": 2, **self.settings}})
@@ -202,10 +204,10 @@ def prepare(lm: Any, name: str, settings: dict[str, Any]) -> Task:
 
 
 def reader_of(lm: Any) -> Reader:
-    """Return the reader of an lm-eval model.
+    """Return a `Reader` for an lm-eval model.
 
     Raises:
-        ValueError: we do not have a reader for the model, or the model runs in mixed precision.
+        ValueError: no `Reader` supports the model, or the model runs in mixed precision.
     """
     model = getattr(lm, "model", None)
     if getattr(lm, "mixed_precision_dtype", None) is not None:

@@ -49,15 +49,15 @@ def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, 
 
     >>> integers([3, 4.0], "positions", 0)
     Traceback (most recent call last):
-    ValueError: positions must be integers from 0, got [3, 4.0].
+    ValueError: positions must be integers >= 0, got [3, 4.0].
     """
     try:
         numbers = tuple(map(operator.index, values))
     except TypeError:
         numbers = ()
     if not numbers or min(numbers) < low or max(numbers) > high:
-        end = "" if high == math.inf else f" to {high}"
-        raise ValueError(f"{name} must be integers from {low}{end}, got {values!r}.")
+        bounds = f">= {low}" if high == math.inf else f"from {low} to {high}"
+        raise ValueError(f"{name} must be integers {bounds}, got {values!r}.")
     return numbers
 
 

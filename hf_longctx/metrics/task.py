@@ -36,7 +36,7 @@ Key = Any  # type of a trial's key: a number, a string, or a tuple of numbers an
 class Predict(NamedTuple):
     """A request for greedy predictions.
 
-    The response says whether each prediction equals the next id in the row, (R, len(positions)) bool.
+    The response is a bool array (R, len(positions)): whether each prediction equals the next id in its row.
 
     Attributes:
         rows: input ids, (R, T) int64.

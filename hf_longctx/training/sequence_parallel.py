@@ -69,12 +69,26 @@ class SequenceShard:
         return AllToAll.apply(to_next, self.group)[self.rank - 1]  # the last part sends zeros to the first
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Send parts of all heads, (B, H, t, ...). Return whole sequences of H / N heads, (B, H / N, T, ...)."""
+        """Exchange parts of the sequences with all heads for whole sequences with a part of the heads.
+
+        Args:
+            x: (B, H, t, ...), this process's part of the sequences.
+
+        Returns:
+            (B, H / N, T, ...), whole sequences.
+        """
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, H / N, t, ...)
         return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
     def to_parts(self, x: torch.Tensor) -> torch.Tensor:
-        """Send whole sequences of H / N heads, (B, T, H / N, ...). Return parts of all heads, (B, t, H, ...)."""
+        """Reverse the exchange of `to_heads`. Here, positions come before heads.
+
+        Args:
+            x: (B, T, H / N, ...), whole sequences.
+
+        Returns:
+            (B, t, H, ...), this process's part of the sequences.
+        """
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, t, H / N, ...)
         return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
@@ -110,11 +124,11 @@ class SequenceParallelTrainer(LongContextTrainer):
         return super().prediction_step(*args, **kwargs)
 
     def gather_losses(self, losses: torch.Tensor) -> torch.Tensor:
-        """Average each sequence's losses over its parts, and gather the averages of all groups.
+        """Average the losses of the processes of each group, and gather the averages of all groups.
 
         Args:
-            losses: (B,). For each sequence, the sum of the losses in this part, divided by the mean number of labels
-                per process.
+            losses: (B,), B copies of this process's loss: the sum over its tokens in the batch, divided by the mean
+                number of labels per process.
 
         Returns:
             (groups * B,). The last batch can be smaller.

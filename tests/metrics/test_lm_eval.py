@@ -122,7 +122,7 @@ def test_other_models_have_our_readers(model, tokenizer):
         ({"repeat": 3}, {}, "did you mean repeats"),
         ({"lengths": [17, 8]}, {}, "strictly ascending"),
         ({"data_type": "text"}, {}, "data_type must be one of"),
-        ({"protocol": "adaptive"}, {}, "protocol must be reference in lm-eval, got adaptive"),
+        ({"protocol": "adaptive"}, {}, "protocol must be 'reference', got 'adaptive'"),
     ],
 )
 def test_a_setting_that_does_not_fit(model, tokenizer, settings, options, message):

@@ -46,7 +46,7 @@ MEASURED = [
     refused(
         "error of fewer positions",
         lambda: PositionLoss.of_mean([3.0, 2.0], 2, {}, [0.1]),
-        "error must be 2 non-negative",
+        "`error` must contain 2 non-negative",
     ),
     refused("negative error", lambda: PositionLoss.of_mean([3.0], 2, {}, [-0.1]), "non-negative numbers"),
     harmless("counts of NumPy", lambda: (CurvePoint(8, np.array([4]), np.array([1])).copy_correct, (4,))),

@@ -170,10 +170,10 @@ class OneId:
         ({"depths": [50.5]}, r"numbers from 0 to 1, .* got \[50.5\]"),
         ({"tokens": [400, 5]}, r"tokens\[0\] is 400"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs requires chat_template"),
-        ({"tokenizer": OneId()}, "does not cover this language"),
+        ({"tokenizer": OneId()}, "does not cover the language"),
         ({"replies": True}, "Copier does not have a generate method. Measure without responses: replies=False"),
         ({"lines": [0, 3]}, "lines must be from 1 to 15872, got 0"),
-        ({"lines": [2], "tokenizer": OneId()}, "does not cover this language"),
+        ({"lines": [2], "tokenizer": OneId()}, "does not cover the language"),
         (
             {"lines": [2], "model": Copier(12, vocab_size=40)},
             "the record as the tokenizer encodes it.* vocabulary has 40",

@@ -82,7 +82,7 @@ class _Search:
     def interval(self, method):
         """Return the grid indices of the longest length that passes, and of the next measured length.
 
-        A non-increasing fit to all measured lengths determines which lengths pass.
+        To decide which lengths pass, we fit a non-increasing curve to the `centre` of each measured length.
         """
         from scipy.optimize import isotonic_regression  # slow to import (0.5 s), so imported only when needed
 
@@ -97,10 +97,10 @@ class _Search:
     def narrow(self, method, end, direction):
         """Measure once at one end of the interval. If nothing was measured, return False.
 
-        With direction -1, `end` is the lower end, and lengths up to `end` should pass. With direction 1, `end` is the
-        upper end, and lengths from `end` on should fail. We visit the measured lengths outwards from `end`. If a
-        length is not significant, we add repeats. When we reach a significant length, we measure a new length halfway
-        between this length and the one visited before it.
+        With direction -1, `end` is the lower end. This length and all shorter lengths should pass. With direction 1,
+        `end` is the upper end. This length and all longer lengths should fail. Starting at `end`, we visit the
+        measured lengths in this direction. If a length is not significant, we add repeats. When we reach a significant
+        length, we measure a new length halfway between this length and the one visited before it.
         """
         level = self.level / adaptive_tests(len(self.points), self.stages[-1], method, self.level)
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)

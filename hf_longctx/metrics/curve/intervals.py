@@ -59,7 +59,7 @@ def centre(margins: np.ndarray, method: str) -> float:
 
 
 def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, method: str) -> np.ndarray:
-    """Return the one-sided p value of a window of lengths, with shape (...).
+    """Return the one-sided p value of a window of lengths.
 
     "fine" uses a sign test. "coarse" uses a t test of the mean margin per scored token. Its standard error is robust
     to heteroscedasticity. We add 1 to the variance of the total margin (in tokens). Otherwise, identical margins in a
@@ -69,6 +69,9 @@ def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int
         margins: margins (..., R) of the repeats, for each length of the window; R may differ between lengths.
         scored: number of scored tokens per repeat, for each length.
         direction: 1 to test whether the window passes, -1 to test whether it fails.
+
+    Returns:
+        array (...). Its shape is the leading shape of `margins`.
     """
     samples = sum(m.shape[-1] for m in margins)
     if method == "fine":

@@ -23,7 +23,7 @@ METHODS = ("fine", "coarse")
 
 
 def margins(copy_correct: Sequence[int], lm_correct: Sequence[int], scored_tokens: int, method: str) -> np.ndarray:
-    """Return the accuracy of each repeat minus the threshold of a method, (R,) float64.
+    """Return the margin of each repeat above the threshold of a method, (R,) float64.
 
     The margin is copy accuracy - 0.99 for "fine", and copy accuracy - LM accuracy - 0.01 for "coarse".
 

@@ -19,8 +19,8 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
 
     Lines show means over repeats, ribbons show one population standard deviation on each side, and triangles show the
     worst repeat. The background shows significant results: green where a length passes as fine, blue where it passes
-    as coarse, and red beyond the reach of memory. The upper axis shows the input length. It is 2n + 3 tokens at length
-    n. A vertical line marks an input of `train_length` tokens. See `Result.plot`.
+    as coarse, and red beyond the reach of memory. The upper axis shows the input length: 2n + 3 tokens for a target of
+    n tokens. A vertical line marks an input of `train_length` tokens. See `Result.plot`.
     """
     axes = figure.add_subplot()
     lengths = [p.length for p in curve.points]
@@ -73,7 +73,7 @@ def logarithmic(lengths) -> bool:
 
 
 def area_of(point, intervals) -> str:
-    """Return the verdict at a length. If significant, it is "fine", "coarse" or "amnesia", otherwise "unsure"."""
+    """Return the verdict at a length: "fine", "coarse" or "amnesia" if it is significant, otherwise "unsure"."""
     fine, coarse = (intervals[method] for method in METHODS)
     if 2 * point.copied > point.repeats and point.length <= fine.low:
         return "fine"

@@ -58,8 +58,8 @@ def default_lengths(
 ) -> list[int]:
     """Return a grid of at most `n` lengths.
 
-    The longest input fills the claimed context. If the corpus is too short for `repeats` targets of this size,
-    the longest input is shorter.
+    The longest input fills the claimed context. If the corpus is too short for `repeats` targets of the longest
+    length, this length is reduced.
 
     Args:
         claimed_context: claimed context in tokens; None if the model does not claim one.
@@ -166,7 +166,11 @@ def random_samples(
 
 
 def model_inputs(kind: str, samples: Sequence[Sample], bos: int, eos: int) -> np.ndarray:
-    """Build the inputs `[bos] S [bos] S [eos]` ("copy") or `[bos] I [bos] S [eos]` ("LM"), (R, 2n + 3) int64."""
+    """Build the inputs: `[bos] S [bos] S [eos]` for "copy", `[bos] I [bos] S [eos]` for "LM".
+
+    Returns:
+        ids (R, 2n + 3), int64.
+    """
     prefixes = [sample.target if kind == "copy" else sample.irrelevant for sample in samples]
     return np.stack([np.r_[bos, prefix, bos, sample.target, eos] for prefix, sample in zip(prefixes, samples)])
 

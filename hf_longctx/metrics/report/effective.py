@@ -12,10 +12,10 @@ correct them for multiple lengths, so the interval has a confidence level of 95 
 
 - If each sample has one answer, we use the exact Clopper-Pearson limits of the share.
 - If each sample has several dependent answers (a target, or a haystack with several questions), we use the median
-  over samples with the limits of a sign test.
+  over samples. Its confidence limits come from a sign test.
 - The lower end of the interval is the largest length at which the share is significantly above the threshold. The
-  error rate is split between the lengths. A significant length passes its part of the error rate to the next length
-  (fallback procedure, Wiens 2003).
+  error rate is split between the lengths. If the test at a length is significant, its part of the error rate is
+  added to that of the next length (fallback procedure, Wiens 2003).
 - The upper end is the smallest length such that the shares at this and all longer lengths are significantly below the
   threshold. We test from the longest length down.
 - Under NoLiMa's rule, half of the error rate is spent on the base score.
@@ -42,8 +42,8 @@ class EffectiveLength(NamedTuple):
     Attributes:
         tokens: the largest tested length with enough correct answers. 0 if there is no such length.
         low: the largest tested length with a share significantly above the threshold. 0 if there is no such length.
-        high: the smallest tested length such that all shares from this length on are significantly below the
-            threshold. None if there is no such length.
+        high: the smallest tested length such that the shares at this and all longer lengths are significantly below
+            the threshold. None if there is no such length.
         threshold: required share of correct answers, from 0 to 1.
     """
 
@@ -122,7 +122,7 @@ def effective_length(
     Args:
         counts: result of a forgetting curve, needle or line retrieval. For other benchmarks, rows of (length in
             tokens, correct answers, answers).
-        rule: required share: "ours", "RULER" or "NoLiMa". See the module docstring.
+        rule: "ours", "RULER" or "NoLiMa"; see the module docstring.
         confidence: confidence level, between 0 and 1.
 
     Raises:

@@ -65,8 +65,8 @@ class Difference(NamedTuple):
 def signs(pairs: int) -> np.ndarray:
     """Return sign patterns for the sign-flip test, (F, pairs).
 
-    For few pairs, these are all patterns. For many pairs, they are random patterns. The first pattern does not flip
-    any sign. The sign of the first pair is never flipped, because the test is two-sided.
+    With few pairs, we return every pattern. With many pairs, we return random patterns. The first pattern does not
+    flip any sign. The sign of the first pair is never flipped, because the test is two-sided.
     """
     if pairs <= MAX_EXACT:
         return np.array([(1, *rest) for rest in itertools.product((1, -1), repeat=pairs - 1)])
@@ -76,14 +76,17 @@ def signs(pairs: int) -> np.ndarray:
 
 
 def flip_test(differences: np.ndarray) -> np.ndarray:
-    """Return two-sided p values (...) of the sign-flip test for differences (..., R)."""
+    """Return the two-sided p values of the sign-flip test over the last axis of differences (..., R)."""
     flips = signs(differences.shape[-1])
     sums = np.abs(differences @ flips.T)
     return (sums >= sums[..., :1] - 1e-9).mean(-1)
 
 
 def flip_interval(differences: np.ndarray) -> tuple[float, float]:
-    """Return a 95 % CI for the center of R differences. It is computed from subset means, and infinite if R < 6."""
+    """Return a 95 % CI for the center of R differences.
+
+    The limits are means of subsets. If R < 6, they are infinite.
+    """
     flips = signs(len(differences))
     subsets = np.concatenate([flips > 0, flips < 0]).astype(float)
     subsets = subsets[subsets.any(-1)]
@@ -96,7 +99,7 @@ def flip_interval(differences: np.ndarray) -> tuple[float, float]:
 
 
 def t_error(differences: np.ndarray, least: float) -> np.ndarray:
-    """Return the standard error of the mean of differences (..., R).
+    """Return the standard error of the mean over the last axis of differences (..., R).
 
     Args:
         least: minimum standard error of the sum of the differences.
@@ -106,7 +109,7 @@ def t_error(differences: np.ndarray, least: float) -> np.ndarray:
 
 
 def p_values(differences: np.ndarray, least: float) -> np.ndarray:
-    """Run both tests on differences (..., R). Return the larger of the two-sided p values, with shape (...)."""
+    """Run both tests over the last axis of differences (..., R). Return the larger of the two-sided p values."""
     pairs = differences.shape[-1]
     if pairs < 2:
         return np.ones(differences.shape[:-1])
@@ -115,7 +118,7 @@ def p_values(differences: np.ndarray, least: float) -> np.ndarray:
 
 
 def interval(differences: np.ndarray, least: float) -> tuple[float, float]:
-    """Return the smallest interval that contains the intervals of both tests for R differences."""
+    """Return the smallest interval that contains the confidence intervals of both tests."""
     low, high = flip_interval(differences)
     if low == -math.inf:
         return low, high
@@ -124,7 +127,7 @@ def interval(differences: np.ndarray, least: float) -> tuple[float, float]:
 
 
 def holm(p: np.ndarray) -> np.ndarray:
-    """Apply Holm's correction (1979) to groups of m p values, (..., m).
+    """Apply Holm's correction (1979) along the last axis of p values (..., m).
 
     >>> holm(np.array([0.01, 0.04, 0.03])).round(2).tolist()
     [0.03, 0.06, 0.06]
@@ -220,7 +223,7 @@ def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
 
 
 def further(name: str, other: str, first: TaskResult, second: TaskResult) -> list[str]:
-    """Describe which model has a longer fine or coarse length, if the difference is significant.
+    """Compare the fine lengths and the coarse lengths of two models. Describe significant differences.
 
     The results need not be paired. If the tokenizers differ, we compare lengths in bytes. The error rate of 5 % is
     split between two methods, two models and two directions.

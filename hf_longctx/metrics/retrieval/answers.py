@@ -1,8 +1,8 @@
 """Score answers to retrieval questions without a judge model.
 
 The answer to a question is known, and can only be found in the prompt. One forward pass over prompt and answer gives
-two scores: the probability of the answer, and whether greedy decoding gives the answer token for token. The third
-score is whether the generated response contains the answer.
+two scores: the probability of the answer, and whether greedy decoding gives exactly this answer. The third score is
+whether the generated response contains the answer.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Answers:
         return cls(**{**names, **others, "answers": tuple(Answer(**answer) for answer in score["answers"])})
 
     def score(self) -> tuple[Any, dict[str, Any]]:
-        """Return the key of these answers in a result, and a JSON object that contains the answers."""
+        """Return the key under which a result stores these answers, and a JSON object with the answers."""
         key = tuple(getattr(self, name) for name in self.key)
         others = {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name not in self.key}
         score = {name: [*values] for name, values in others.items() if values is not None}
@@ -142,9 +142,9 @@ def wilson(rate: float, answers: int) -> tuple[float, float]:
 
 
 def opened_thought(prompt: str) -> str:
-    """Return the marker of the thinking that a prompt opens and does not close.
+    """Return the opening marker of a thinking block that the prompt does not close.
 
-    If there is no such marker, return an empty string.
+    If there is no such block, return an empty string.
 
     >>> opened_thought("<|assistant|><think>"), opened_thought("<|assistant|><think></think>")
     ('<think>', '')
@@ -237,7 +237,7 @@ class Retrieval(TaskResult):
         raise NotImplementedError
 
     def tokens(self, size: int) -> int:
-        """Return the number of tokens in a prompt, given its size."""
+        """Convert a prompt size from `size_unit` to tokens."""
         return size
 
     def by_length(self, replies=True, overlapping=False):

@@ -8,7 +8,7 @@ Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 
 and Qin et al. 2024. Our prompts differ in three ways:
 
 - A prompt is exactly as long as requested.
-- A token ends a sentence if it ends with a full stop, exclamation mark or question mark.
+- A token that ends with a full stop, exclamation mark or question mark ends a sentence.
 - If no sentence ends before the requested depth, the needle is inserted exactly at this depth.
 
 This file does not use a model.
@@ -65,8 +65,8 @@ def needle_pieces(
     question, answer_ids = split_encoding(encode, prompt, answer)
     if len(set(answer_ids)) < min(2, len(answer.split())):
         raise ValueError(
-            f"the tokenizer does not cover this language: it encodes {answer!r} as the ids {answer_ids}. Pass the "
-            "model's own tokenizer."
+            f"the tokenizer does not cover the language of the prompts: it encodes {answer!r} as the ids "
+            f"{answer_ids}. Pass the model's own tokenizer."
         )
     pieces = (before, encode(words.needle), question, answer_ids)
     return Pieces(*(np.array(ids, dtype=np.int64) for ids in pieces))
@@ -76,8 +76,8 @@ def split_encoding(encode: Callable[[str], Sequence[int]], prompt: str, answer: 
     """Encode a prompt followed by its answer. Return the ids of each.
 
     We encode prompt and answer as one string, because the space between them may be part of a token. We also encode
-    the prompt alone. The answer begins at the first id that differs. A token that spans the boundary thus belongs to
-    the answer.
+    the prompt alone. The answer begins at the first id at which the two encodings differ. A token that spans
+    the boundary thus belongs to the answer.
     """
     alone, together = encode(prompt), list(encode(prompt + answer))
     seam = next((i for i, (a, b) in enumerate(zip(alone, together)) if a != b), len(alone))
@@ -147,7 +147,7 @@ def insertion_point(sentence_ends: np.ndarray, depth: float) -> int:
 
 
 def hide_needle(haystack: np.ndarray, at: int, pieces: Pieces) -> np.ndarray:
-    """Return the prompt with the needle after the first `at` tokens of the haystack, as ids (n,) int64."""
+    """Insert the needle after `at` tokens of the haystack. Return the ids of the prompt, (n,) int64."""
     return np.concatenate([pieces.bos, haystack[:at], pieces.needle, haystack[at:], pieces.question])
 
 

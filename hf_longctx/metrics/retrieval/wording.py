@@ -147,7 +147,7 @@ class RetrievalTask(Task):
         return check_token_ids(ids, f"the {name} as the tokenizer encodes it", self.subject.reader.vocab_size)
 
     def ask(self, prompt: np.ndarray, answer: np.ndarray) -> Ask:
-        """Create the request for a prompt and its correct answer, both ids (n,) int64."""
+        """Create the request for a prompt and its correct answer. Each is an array of ids, (n,) int64."""
         return Ask(prompt, answer, self.replies * (len(answer) + REPLY_MARGIN))
 
     def trial(self, key: Any, tokens: int, questions: int) -> Trial:

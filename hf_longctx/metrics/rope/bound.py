@@ -60,7 +60,7 @@ def rope_inv_freq(base: float, head_dim: int) -> np.ndarray:
 
 
 def exponents(head_dim: int) -> np.ndarray:
-    """Return the exponents x_i = 2i / head_dim of the frequencies, (head_dim / 2,)."""
+    """Return the exponents of the frequencies, x_i = 2i / head_dim, as an array (head_dim / 2,)."""
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim must be an even positive integer, got {head_dim!r}. RoPE rotates pairs.")
     return np.arange(0, head_dim, 2) / head_dim
@@ -153,7 +153,7 @@ def _frequencies(
 
 
 def _decay_range(theta: np.ndarray, first: int, step: int, size: int) -> np.ndarray:
-    """Return B_m at the distances m = first, first + step, ..., (size,).
+    """Return an array (size,) of B_m at the distances m = first + k step for k < size.
 
     We write m = a + b. The values of `a` form a coarse grid, and the values of `b` form a fine grid. Each grid
     has about sqrt(size) points. For a frequency t, cos(m t) = cos(a t) cos(b t) - sin(a t) sin(b t). The sum over
@@ -166,7 +166,7 @@ def _decay_range(theta: np.ndarray, first: int, step: int, size: int) -> np.ndar
 
 
 def rotations(theta: np.ndarray, first: int, step: int, size: int) -> NDArray[np.complex128]:
-    """Return exp(i (first + k step) theta) for k < size, a complex array (n, size), by repeated doubling."""
+    """Compute exp(i (first + k step) theta) for k < size by repeated doubling. Return a complex array (n, size)."""
     z = np.empty((len(theta), size), dtype=np.complex128)
     z[:, :1] = complex_exponential(first * theta[:, None])
     done = 1
@@ -196,7 +196,7 @@ def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:
 
 
 def _first_negatives(theta: np.ndarray, limit: int, constant: int = 0) -> np.ndarray:
-    """Return distances m with B_m + constant < 0, (k,).
+    """Return an array (k,) of distances m with B_m + constant < 0.
 
     We divide the distances m <= limit into ranges, and search one range after another. The search ends at the first
     range with a negative value. We return all distances with negative values in this range. Values within float64
@@ -343,14 +343,18 @@ class _DecayFamily:
         self.head_dim, self.constant = head_dim, non_rotary_dims // 2
 
     def at(self, m: np.ndarray, u: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return B_m, its slope dB/du and the curvature bound K at u, each (k,), for distances m (k,)."""
+        """Return B_m, its slope dB/du and the curvature bound K at u. Like m, each has shape (k,)."""
         theta = np.exp(-u * self.x)
         angle = np.multiply.outer(m, theta)
         value = np.cos(angle).sum(-1) + self.constant
         return value, m * (np.sin(angle) @ (self.x * theta)), self.curvature(m, theta)
 
     def at_rows(self, starts: np.ndarray, u: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return B_m, dB/du, K and m, each (k, WIDTH), for WIDTH consecutive distances m from each start."""
+        """Evaluate WIDTH consecutive distances m, beginning at each of the k starts.
+
+        Returns:
+            B_m, dB/du, K and m. Each has shape (k, WIDTH).
+        """
         theta = np.exp(-u * self.x)
         coarse, fine = complex_exponential(np.multiply.outer(theta, starts)), rotations(theta, 0, 1, WIDTH)
         m = starts[:, None] + np.arange(WIDTH)
@@ -399,7 +403,7 @@ def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int,
 def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple[float, int]:
     """Choose one of the distances m. Return the next root of B_m above u, and the chosen distance.
 
-    We choose a distance for which B_m provably stays negative longest as u increases.
+    We choose the distance for which we can prove B_m < 0 on the longest interval above u.
 
     Args:
         m: distances (k,) with B_m < 0 at u.
@@ -416,7 +420,7 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
 
 
 def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple[float, int] | None:
-    """Find the first point between u and end at which B_m becomes negative for some m <= length.
+    """Find the first point between `u` and `end` where B_m becomes negative for some m <= length.
 
     We group the distances m in rows. Each row has an interval that starts at `u`. On this interval, B_m >= 0 is proven
     for all m of the row. `proven` contains the lengths of the intervals. To extend the shortest intervals, we

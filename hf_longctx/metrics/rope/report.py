@@ -59,14 +59,14 @@ class RopeLayers:
         max_distance: largest distance between a query and a key in these layers, at the claimed context.
         context_bound: L_theta of eq. 17. The first distance with B_m < 0 is context_bound + 1. None if B_m >= 0 for
             all m up to the larger of 4194304 and max_distance.
-        rotary_only_bound: context_bound of only the dimensions that rotate.
+        rotary_only_bound: context_bound of the rotating dimensions alone.
         negative_distances: number of distances m in 0..max_distance with B_m < 0.
         last_negative: largest m in 0..max_distance with B_m < 0. None if negative_distances is 0.
         lowest_decay: minimum of B_m for m in 0..max_distance, to three decimals. B_0 is head_dim / 2.
         minimum_base: base_L of eq. 18 for L = max_distance and plain RoPE on the same dimensions. Some larger bases
             fail. None in four cases: it was not requested; max_distance is above 1048576; the RoPE type is
-            proportional (different exponents); at least half of the head does not rotate. In the last case, every base
-            satisfies the bound.
+            "proportional"; at least half of the head does not rotate. In the last case, every base satisfies the
+            bound.
         two_digit_base: smallest base with two significant digits that satisfies the bound.
         settled_base: all bases from settled_base to search_limit satisfy the bound. None if search_limit does not
             satisfy the bound, or if minimum_base is None.
@@ -233,10 +233,10 @@ def rope_report(
     """Check whether a model's rotary embedding satisfies B_m >= 0 over its context. Also find bases with B_m >= 0.
 
     The config may contain `rope_parameters` of transformers 5 (flat or per layer type), or `rope_theta` and
-    `rope_scaling` of earlier versions. We support the rope types default, linear, dynamic, yarn, longrope, llama3 and
-    proportional. We also support partial rotary embeddings, sliding windows, and layers without RoPE. In multimodal
-    models, we check the text decoder. If transformers does not support the model type, we read its config like a Llama
-    config.
+    `rope_scaling` of earlier versions. We support the RoPE types "default", "linear", "dynamic", "yarn", "longrope",
+    "llama3" and "proportional". We also support partial rotary embeddings, sliding windows, and layers without RoPE.
+    In multimodal models, we check the text decoder. If transformers does not support the model type, we read its
+    config like a Llama config.
 
     Args:
         model_or_config: a `PreTrainedModel`, a `PreTrainedConfig`, a parsed config.json, or a string: a model name, a

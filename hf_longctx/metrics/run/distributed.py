@@ -29,8 +29,8 @@ def exchange(scores: dict, failure: BaseException | None) -> tuple[dict, BaseExc
     """Gather the scores of all processes.
 
     Returns:
-        the scores, and an exception. If this process failed, it is the exception of this process. If only other
-        processes failed, it is a RuntimeError about the first of them. If no process failed, it is None.
+        the scores, and an exception. If this process failed, the exception is its own. If only other processes
+        failed, the exception is a RuntimeError about the first of them. If no process failed, it is None.
     """
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, (scores, repr(failure) if failure else None))

@@ -154,7 +154,7 @@ class Engine:
         return best
 
     def logits(self, ids: np.ndarray, positions: range) -> Iterator[torch.Tensor]:
-        """Yield the logits at consecutive positions of an input (T,), as (n, V) for n positions at a time."""
+        """Yield the logits at consecutive positions of an input (T,), in chunks (n, V) of n positions."""
         if self.reuses_prefixes:
             cache = DynamicCache(config=self.config)
             yield from (part[0] for part in self.read(ids[None, : positions.stop], cache, len(positions)))
@@ -220,7 +220,7 @@ class Engine:
 
 
 def argmax(logits: torch.Tensor) -> np.ndarray:
-    """Return the argmax of logits (..., V) as (...) int64. Ties give the lowest index, and a NaN gives -1."""
+    """Return the argmax over the last axis of logits (..., V), as int64. Ties give the lowest index. NaN gives -1."""
     best = logits.max(-1)  # also detects NaN, without a second pass over the logits
     return best.indices.masked_fill(best.values.isnan(), -1).cpu().numpy()
 

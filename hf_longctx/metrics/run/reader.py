@@ -69,7 +69,7 @@ class Reader:
         return None
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
-        """Return a context manager that prepares the model. `predict`, `score` and `reply` are only called inside.
+        """Return a context manager that prepares the model. `predict`, `score` and `reply` are only called inside it.
 
         Args:
             trial: ids of a typical input, (T,).
@@ -216,7 +216,7 @@ class LocalReader(Reader):
 
 
 class UnloadedModel(Reader):
-    """A reader with only a model's config, to check options before the weights are loaded.
+    """A stand-in for a model that has only its config. We check options with it before the weights are loaded.
 
     Args:
         config: config of the language model.

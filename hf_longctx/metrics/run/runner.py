@@ -58,8 +58,8 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     """Run the task and return its result.
 
     Raises:
-        ValueError: one of: an option is invalid; the journal belongs to another run; nothing could be measured; a
-            logit is NaN. Invalid options raise the error before the model runs.
+        ValueError: an option is invalid, the journal belongs to another run, nothing could be measured, or a logit is
+            NaN. Invalid options raise the error before the model runs.
         BaseException: the error that ended the run early. Its attribute `result` is the partial result, or None.
     """
     run, reader = run or Run(), subject.reader
@@ -96,7 +96,7 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
 
 
 def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> BaseException | None:
-    """Measure all trials of a task. Return the exception that ended the run early; None if there was none.
+    """Measure all trials of a task. If an exception ended the run early, return it.
 
     Each score is immediately written to the journal. At the end, `journal.done` contains the scores of all processes.
     """

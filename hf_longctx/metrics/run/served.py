@@ -4,8 +4,8 @@ For each prompt token, vLLM reports the log-probabilities of the token and of th
 (`prompt_logprobs`). On other servers, we only measure forgetting curves, using greedy completions.
 
 Before measuring, we send prompts that only differ in the last token. The prediction of this token depends only on the
-tokens before it, so it must be the same for all these prompts. Otherwise, the server reports predictions one position
-late, and is not supported.
+earlier tokens, so a correct server reports the same prediction for all these prompts. Otherwise, the server appears to
+report the prediction of the next token, and is not supported.
 
     forgetting_curve(ServedModel("http://localhost:8000/v1"), tokens, ...)
 """
@@ -172,7 +172,7 @@ class ServedModel(PromptReader):
         size = 10 if self.vocab_size == math.inf else int(self.vocab_size)
         probes = [self.entries([0, 1, 2, size * i // 5], retries=1) for i in range(1, 5)]
         if np.ptp([max(entries[3].values()) for entries in probes]) > ROUNDING:
-            raise ValueError("the reported log-probabilities appear to be one position late.")
+            raise ValueError("the log-probabilities reported for a token appear to be those of the next token.")
 
     def _send(self, path, body=None, retries=None):
         """Send a request, and return the JSON of the response. Retry after temporary errors.

@@ -312,14 +312,14 @@ class Curve(Task):
     log_lengths: bool = option(False, "space the lengths logarithmically")
     preset: str | None = option(
         None,
-        "preset for the lengths. paper: as in Liu et al., 32 evenly spaced lengths up to --max-length or the claimed "
-        "context. Inputs are twice as long",
+        "preset for the lengths: 'paper' measures 32 evenly spaced lengths up to --max-length or the claimed context, "
+        "as in Liu et al. Inputs are twice as long",
         choices=("paper",),
     )
     repeats: int = option(10, "number of passages per length", least=1)
     data_type: str = option(
         "order",
-        "content of the passages. order: text of the corpus; random: random tokens",
+        "content of the passages: 'order' takes text from the corpus, 'random' draws random tokens",
         choices=("order", "random"),
     )
     id_range: list[int] | None = option(
@@ -330,8 +330,8 @@ class Curve(Task):
     )
     protocol: str = option(
         "reference",
-        "lengths to measure. reference: the whole grid, as in the paper's code; adaptive: only lengths that determine "
-        "the fine and the coarse length",
+        "lengths to measure: 'reference' measures the whole grid, as in the paper's code; 'adaptive' only measures "
+        "lengths that determine the fine and the coarse length",
         choices=("reference", "adaptive"),
     )
     confidence: float | None = option(
@@ -456,7 +456,7 @@ class Curve(Task):
         return [*asked.values()]
 
     def trial(self, length: int, first: int, stop: int) -> Trial:
-        """Return the trial with repeats `first` to `stop - 1` of one length. Each repeat has two inputs."""
+        """Return the trial of repeats `first` to `stop - 1` at one length. Each repeat has two inputs."""
         return Trial((length, first, stop), input_tokens(length), 2 * (stop - first))
 
     def requests(self, key):

@@ -178,8 +178,8 @@ class Lines(RetrievalTask):
         prompt = self.check_ids("record", [*([] if self.frame else [subject.bos]), *prompt])
         if len(set(prompt[1:].tolist())) < 2:
             raise ValueError(
-                "the tokenizer does not cover this language: it encodes a record of lines as a single repeated id. "
-                "Pass the model's own tokenizer."
+                "the tokenizer does not cover the language of the prompts: it encodes a record of lines as a single "
+                "repeated id. Pass the model's own tokenizer."
             )
         return record, prompt, self.check_ids("answer", answer)
 
@@ -214,7 +214,10 @@ def record_prompt(record: Record, frame: Frame | None) -> str:
 
 
 def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """Return the numbers of lines per record: 5, 10, 20 ... Records of more than 5 lines must fit into the context."""
+    """Return the numbers of lines per record: 5, 10, 20 and so on.
+
+    Records of more than 5 lines must fit into the context.
+    """
     counts = [5]
     while 2 * counts[-1] <= len(NAMES) and record_tokens(2 * counts[-1], encode) <= context:
         counts.append(2 * counts[-1])

@@ -61,7 +61,7 @@ def moving_average(values: Sequence[float], window: int) -> np.ndarray:
 def mean_loss(losses: Sequence[Sequence[float]], starts: Sequence[int]) -> dict[str, Any]:
     """Return the mean loss over sequences and its standard error, as arguments of `PositionLoss.of_mean`.
 
-    The standard error only uses sequences that do not overlap. If only one sequence remains, the error is None.
+    The standard error only uses sequences that do not overlap. If only one sequence remains, it is None.
 
     Args:
         losses: losses (M, T) of M sequences of T tokens, in nats.
@@ -105,7 +105,7 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
 
 @dataclass(frozen=True)
 class PositionLoss(TaskResult):
-    """The result of a per-token loss. The only score has the key "mean", and contains arguments of `of_mean`."""
+    """The result of a per-token loss. Its only score, "mean", stores the arguments of `of_mean`."""
 
     kind, title, inches = "position_loss", "Per-token loss", (6.6, 7)
 
@@ -145,7 +145,7 @@ class PositionLoss(TaskResult):
         if not loss or not np.isfinite(loss).all():
             raise ValueError(f"loss must be one finite number per position, got {loss!r:.200}.")
         if self.error is not None and (len(self.error) != len(loss) or not np.min(self.error) >= 0):
-            raise ValueError(f"error must be {len(loss)} non-negative numbers, one for each position.")
+            raise ValueError(f"`error` must contain {len(loss)} non-negative numbers, one for each position.")
 
     @property
     def loss(self) -> list[float]:
