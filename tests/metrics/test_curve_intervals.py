@@ -60,7 +60,7 @@ def test_six_perfect_texts_of_one_length_suffice_and_five_do_not():
 def test_a_few_texts_that_are_not_copied_do_not_hide_behind_the_others():
     """Ten perfect texts show no mean above 99 %, as 3 of 100 may be lost; and the typical text is what is claimed."""
     curve = step_curve(800)
-    assert curve.interval("fine").low == 800 and "the tokens; 95 % CI: at least 800)" in curve.summary()
+    assert curve.interval("fine").low == 800 and "above 99 %; 95 % CI: at least 800)" in curve.summary()
     lost = ForgettingCurve.of_points([CurvePoint(800, [400] * 9 + [100], [0] * 10)])
     assert lost.interval("fine").low == 800 and lost.fine_length == 0
     assert lost.table().rows[0][2:5] == ("9 of 10", "25.0%", "92.5%")
@@ -112,7 +112,4 @@ def test_a_length_that_fails_ends_what_is_sure_below():
     points = [CurvePoint(n, [int(n // 2 * share)] * 10, [0] * 10) for n, share in accuracies.items()]
     curve = ForgettingCurve.of_points(points)
     assert curve.interval("fine").low == 100
-    assert (
-        "up to 100 tokens word for word (more than 99 % of the tokens; 95 % CI: 100 to 800). Measured"
-        in curve.summary()
-    )
+    assert "up to 100 tokens word for word (accuracy above 99 %; 95 % CI: 100 to 800). Measured" in curve.summary()

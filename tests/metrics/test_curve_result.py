@@ -59,7 +59,7 @@ def test_lengths_and_summary():
     assert (SMALL_CURVE.fine_length, SMALL_CURVE.coarse_length) == (18, 20)
     assert SMALL_CURVE.summary() == (
         "Whether the model copies is not significant (95 % CI: unknown; more repeats are needed). Copies 2 of 2 passages of "
-        "18 tokens word for word (more than 99 % of the tokens; 95 % CI of the longest length: unknown; more repeats are "
+        "18 tokens word for word (accuracy above 99 %; 95 % CI of the longest length: unknown; more repeats are "
         "needed). Measured with 2 passages at 3 lengths from 18 to 40; 6 repeats are needed for a lower end of the fine "
         "length at each length"
     )
@@ -68,8 +68,8 @@ def test_lengths_and_summary():
 @pytest.mark.parametrize(
     "copied, said",
     [
-        ([500] * 6, "98.6 % of the tokens are correct. Copies no tested length word for word"),
-        ([500] * 6, "100 % of the tokens are correct. Copies up to 1,000 tokens word for word"),
+        ([500] * 6, "98.6 %. Copies no tested length word for word"),
+        ([500] * 6, "100 %. Copies up to 1,000 tokens word for word"),
         ([0] * 6, "from 1,000 tokens on (95 % CI: below 1,000). Copies no tested length word for word"),
     ],
 )

@@ -187,8 +187,8 @@ class ForgettingCurve(TaskResult):
         if coarse.low:
             p = next(p for p in self.points if p.length == coarse.low)
             longest = ", the longest tested" * coarse.longest
-            correct = f"at this length, {100 * p.copy_mean:.3g} % of the tokens are correct"
-            return f"Copies up to {p.length:,} tokens (95 % CI: {coarse.in_words()}{longest}); {correct}."
+            interval = f"95 % CI: {coarse.in_words()}{longest}"
+            return f"Copies up to {p.length:,} tokens ({interval}) with an accuracy of {100 * p.copy_mean:.3g} %."
         if coarse.high is not None:
             return f"Copies no better than it guesses from {coarse.high:,} tokens on (95 % CI: {coarse.in_words()})."
         return f"Whether the model copies is not significant (95 % CI: {coarse.in_words()})."
@@ -196,7 +196,7 @@ class ForgettingCurve(TaskResult):
     def exact_in_words(self) -> str:
         """Return a sentence with the fine length and its 95 % CI."""
         fine, most = self.interval("fine"), [p for p in self.points if 2 * p.copied > p.repeats]
-        exactly = "word for word (more than 99 % of the tokens"
+        exactly = "word for word (accuracy above 99 %"
         if fine.low:
             return f"Copies up to {fine.low:,} tokens {exactly}; 95 % CI: {fine.in_words()})."
         if not most:
