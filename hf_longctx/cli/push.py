@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, created if it does not exist")
     parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument("--revision", metavar="BRANCH", help="branch, created if it does not exist (default: main)")
-    parser.add_argument("--tag", help="tag for the commit; the card's loading code pins it")
+    parser.add_argument("--tag", help="tag for the commit, which the example in the card loads")
     parser.add_argument(
         "--create-pr", action="store_true", help="open a pull request instead of committing to the branch"
     )

@@ -58,7 +58,7 @@ ROUNDING = 1.03
 def choose_implementation(config, x: torch.Tensor, cache=None) -> str:
     """Return the attention implementation that "auto" selects for one call.
 
-    Our kernels are selected for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that supports them.
+    Our kernels are selected for training and for prefill of at least `KERNEL_TOKENS` tokens, if the GPU supports them.
     SDPA handles everything else: decoding, dropout, torch.func transforms and a static `PrunedCache`.
 
     Args:

@@ -165,7 +165,7 @@ def fused_norm_kernel(
     p_x, p_k, p_v, p_w, p_wk, p_gate, p_share, p_index, p_y, p_yk, p_yv, s_w, n_tokens, T, H, Hkv, eps,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output for one block of one head of x (norm and gate), k (shift and norm) or v (shift).
+    """Process one block of one head: x (norm and gate), k (shift and norm) or v (shift).
 
     All tensors are contiguous.
     """

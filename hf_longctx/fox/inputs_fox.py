@@ -277,8 +277,8 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
     if (config.k_shift or config.v_shift) and not compiling and ((predecessor < 0) & (before >= 0)).any():
         raise ValueError(
             "in attention_mask, a new token follows a cached token that is not the last cached token. Only the last "
-            "token has a cached token-shift state. Crop the cache so that it ends with the token to follow, and pass all "
-            "other tokens in one call."
+            "token has a cached token-shift state. Crop the cache after the token that the new token follows, and pass all "
+            "later tokens in one call."
         )
     return visible, predecessor
 

@@ -348,7 +348,7 @@ def forward_kernel(
     """Compute the output o of one query block. Also compute lse, the natural log of the softmax denominator.
 
     lse is -inf for a row without visible keys. With KNOWN, p_bound contains an upper bound of |scale * q.k| for each
-    head. Masked blocks are processed BS keys at a time, because the decay of every pair needs more registers.
+    head. Masked blocks are processed BS keys at a time, because they compute a decay for each pair, in more registers.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -710,8 +710,8 @@ def decode_kernel(
 
     With ONE_DECAY, there is one new token, and its query heads share a gate. All rows then have the same decays.
 
-    The range of visible keys is read on the device. Pruning determines the start of the range. If the cache has free
-    slots, p_end contains the end. The same launch therefore works for every step, and all programs get equal parts.
+    The range of visible keys is read on the device, so the same launch works for every step. Pruning determines the
+    start of the range. If the cache has free slots, p_end contains its end.
     """
     n_r = tl.cdiv(G * Tq, BM)
     i_r = tl.program_id(0) % n_r  # programs with consecutive ids read the same keys

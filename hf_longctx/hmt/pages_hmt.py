@@ -65,7 +65,7 @@ class MemoryPages:
         return sum(map(len, self.members))
 
     def append(self, embeddings: Tensor) -> "MemoryPages":
-        """Return pages with `embeddings` (n, d) added, oldest first."""
+        """Return pages with `embeddings` (n, d) added. The embeddings are in the order of the sequence."""
         pages = replace(self, sums=self.sums.clone())
         with torch.autocast(self.sums.device.type, enabled=False), torch.autocast("cpu", enabled=False):
             for embedding in embeddings.to(self.empty_page.device):

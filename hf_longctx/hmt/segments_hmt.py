@@ -32,8 +32,8 @@ class Pass(NamedTuple):
     tokens: tokens that may get logits, as a range in the segment.
     column: index of the segment's token 0 in `embeds`. It may be negative, because a pass can start at a later token.
     positions: position ids, (1 or B, P), long. None: the backbone's default.
-    hidden_from: n. Column 0 is a prompt, and the next n columns do not attend to it. None: all columns attend to
-        column 0.
+    hidden_from: number of columns after the prompt in column 0 that do not attend to the prompt. None: all columns
+        attend to column 0.
     last: whether no later pass uses the cache of this pass.
     """
 

@@ -88,7 +88,7 @@ class CurvePoint:
 
     @property
     def copy_worst(self) -> float:
-        """Copy accuracy of the worst repeat, 0 to 1."""
+        """The lowest copy accuracy of all repeats, 0 to 1."""
         return min(self.copy_correct) / self.scored_tokens
 
     @property

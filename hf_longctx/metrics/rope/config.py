@@ -133,7 +133,7 @@ class Source:
     known: bool = True
 
     def names(self, setting: str) -> bool:
-        """Return whether config.json sets a setting of the text decoder. Without a config.json, return True."""
+        """Return whether config.json contains a setting of the text decoder. Without a config.json, return True."""
         parts = [self.file, self.file.get("rope_parameters"), self.file.get("rope_scaling")]
         parts += [part for rope in parts[1:] if isinstance(rope, dict) for part in rope.values()]
         keys = {key for part in parts if isinstance(part, dict) for key, value in part.items() if value is not None}

@@ -187,7 +187,7 @@ class PositionLoss(TaskResult):
         return moving_average(self.loss, self.window)
 
     def smoothed_at(self, position: int) -> str:
-        """Format the smoothed loss at a position (from 1), with its standard error if known."""
+        """Format the smoothed loss at a position, with its standard error if known. Positions count from 1."""
         error = "" if self.error is None else f" ± {self.error[position - 1]:.3f}"
         return f"{self.smoothed()[position - 1]:.3f}{error}"
 
