@@ -52,15 +52,12 @@ FIELDS = {
 COMPUTED = ("intermediate_size", "hidden_act", "max_position_embeddings")
 
 
-def defaults_of_fox(*names: str) -> dict[str, Any]:
-    """Return the default values of fields whose default is the same in FoX and in the other implementations."""
-    return {name: getattr(FoxConfig, FIELDS.get(name, name)) for name in names}
-
-
 # Default values that the three configuration classes share. Each `Layout` adds the defaults of its own class.
-DEFAULTS = defaults_of_fox("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "num_kv_heads", "norm_eps")
-DEFAULTS |= defaults_of_fox("initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id")
-DEFAULTS |= {"tie_word_embeddings": False, "hidden_ratio": 4, "intermediate_size": None, "hidden_act": "swish"}
+DEFAULTS = {
+    "vocab_size": 32000, "hidden_size": 2048, "hidden_ratio": 4, "intermediate_size": None, "num_hidden_layers": 24,
+    "num_heads": 32, "num_kv_heads": None, "hidden_act": "swish", "initializer_range": 0.02, "norm_eps": 1e-6,
+    "use_cache": True, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,20 +77,15 @@ OFFICIAL = Layout(
     title="the authors' implementation",
     model_type="forgetting_transformer-project_fox",
     modules=OFFICIAL_MODULES,
-    defaults=DEFAULTS
-    | defaults_of_fox("fgate_type", "decay_time_min", "decay_time_max", "qk_norm", "qk_norm_share_param_across_head")
-    | defaults_of_fox("use_k_shift", "use_v_shift", "use_output_norm")
-    | {
-        "max_position_embeddings": 2048,
-        "use_rope": False,
-        "rope_base": 500000.0,
-        "fgate_bias_init": False,
-        "use_output_gate": False,
-        "ogate_act": "sigmoid",
+    defaults=DEFAULTS | {
+        "max_position_embeddings": 2048, "use_rope": False, "rope_base": 500000.0, "fgate_type": "full",
+        "fgate_bias_init": False, "decay_time_min": None, "decay_time_max": None, "qk_norm": False,
+        "qk_norm_share_param_across_head": False, "use_k_shift": False, "use_v_shift": False, "use_output_gate": False,
+        "ogate_act": "sigmoid", "use_output_norm": False,
     },
     activations=("swish", "sigmoid"),
     refused={"num_kv_heads": "it does not support grouped heads"},
-)
+)  # fmt: skip
 OFFICIAL_TRANSFORMER = Layout(
     title="the authors' Transformer",
     model_type="transformer-project_fox",
@@ -107,8 +99,7 @@ FLA = Layout(
     model_type="forgetting_transformer",
     modules=FLA_MODULES,
     defaults=DEFAULTS
-    | defaults_of_fox("qk_norm", "qkv_bias", "window_size")
-    | {"use_output_gate": False, "attnres_block_size": None},
+    | {"qk_norm": False, "qkv_bias": False, "use_output_gate": False, "window_size": None, "attnres_block_size": None},
     refused={
         "window_size": "it applies the window only in decoding, not in training or prefill, so the meaning of the weights "
         "is undefined. If they were trained with it, remove window_size from the configuration",
