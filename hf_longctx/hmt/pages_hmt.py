@@ -68,13 +68,14 @@ class MemoryPages:
         """Return pages with `embeddings` (n, d) added. The embeddings are in the order of the sequence."""
         pages = replace(self, sums=self.sums.clone())
         with torch.autocast(self.sums.device.type, enabled=False), torch.autocast("cpu", enabled=False):
-            for embedding in embeddings.to(self.empty_page.device):
+            for embedding in embeddings:
                 pages._put(embedding[None])
         return pages
 
     def _put(self, embedding: Tensor) -> None:
         """Add the embedding (1, d) to the page with the nearest tag, in place."""
         number, detached = len(self), embedding.detach().to(self.sums, copy=True)
+        embedding = embedding.to(self.empty_page.device)
         if number == 0:
             self.members, self.pages, self.sums = ((0,),), (embedding.clone(),), detached
             return

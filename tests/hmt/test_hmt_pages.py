@@ -20,10 +20,6 @@ def filled(embeddings, page_size=4, recalled=3, at_once=7):
     return pages
 
 
-def pages_of(state):
-    return state.memory["pages"]["pages"]
-
-
 @pytest.fixture
 def long_tokens():
     """Two rows of 13 segments and a piece, (2, 109)."""
