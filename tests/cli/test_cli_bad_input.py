@@ -124,7 +124,7 @@ def places(folder, tmp_path_factory):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("row", [*PARSER, *OPTIONS, *MODELS, *FILES, *MEASURING], ids=lambda row: str(row[0]))
-def test_a_mistake_is_one_line(row, places, tmp_path, monkeypatch, capsys, record_property):
+def test_a_mistake_is_one_line(row, places, tmp_path, monkeypatch, capsys):
     command, message = row
     arguments = command.split() if isinstance(command, str) else command
     for name, path in {**places, "new": tmp_path / "new"}.items():
@@ -144,4 +144,3 @@ def test_a_mistake_is_one_line(row, places, tmp_path, monkeypatch, capsys, recor
     assert re.search(message, last[start.end() :])
     assert len(last) < 1000
     assert row not in MEASURING or not [*tmp_path.iterdir()]
-    record_property("mistake", "refused")

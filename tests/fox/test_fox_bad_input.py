@@ -48,8 +48,8 @@ def theta(rope_parameters):
 
 
 @pytest.mark.parametrize("mistake", CONFIG, ids=str)
-def test_configurations(mistake, record_property):
-    record_property("mistake", mistake.check())
+def test_configurations(mistake):
+    mistake.check()
 
 
 # --- calls of a model ------------------------------------------------------------------------------------------------
@@ -203,11 +203,11 @@ PRUNED = [
 
 
 @pytest.mark.parametrize("mistake", [*SHIFTED, *PRUNED], ids=str)
-def test_caches_of_pro(mistake, models, record_property):
-    record_property("mistake", mistake.check(models[1]))
+def test_caches_of_pro(mistake, models):
+    mistake.check(models[1])
 
 
 @pytest.mark.parametrize("mistake", [*CALLS, *CACHES], ids=str)
-def test_calls(mistake, models, record_property):
-    outcomes = {mistake.check(model) for model in models}
-    record_property("mistake", outcomes.pop())
+def test_calls(mistake, models):
+    for model in models:
+        mistake.check(model)

@@ -194,5 +194,5 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
-def test_what_cannot_be_kept_is_refused(mistake, record_property):
-    record_property("mistake", mistake.check())
+def test_what_cannot_be_kept_is_refused(mistake):
+    mistake.check()
