@@ -54,6 +54,8 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
         ensure_weight_tying=bool(config.tie_word_embeddings and embeddings & set(in_full)),
     )
     _widen(model, in_full)
+    if args.recipe not in ("lora", None):
+        model.name_or_path = None  # the base is not the checkpoint of this name, so the adapter must not name it
     return get_peft_model(model, lora)
 
 

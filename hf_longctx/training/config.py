@@ -225,12 +225,19 @@ class FinetuneConfig(RunConfig):
     load_in_4bit: bool = option(False, "Quantize the base to NF4 (QLoRA); needs bitsandbytes")
     load_in_8bit: bool = option(False, "Quantize the base to int8; needs bitsandbytes")
     decay_time: float | None = option(
-        None, "fox-from-llama: the new gates' decay time, in tokens (default: `max_length`)"
+        None, "fox-from-llama: the new gates' decay time, in tokens (default: 1e5 contexts of the model)"
     )
     gate_lr_ratio: float = option(1.0, "Learning rate of forget gates as a multiple of `learning_rate`")
     lr_decay_every: int | None = option(None, "Multiply the learning rate by 0.7 every N steps (HMT, section 4)")
 
     command = "finetune"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.decay_time is not None and self.recipe != "fox-from-llama":
+            raise ValueError(
+                f"`decay_time` requires `recipe`='fox-from-llama', got {self.recipe!r}. Remove `decay_time`."
+            )
 
 
 def read_yaml(file: str | Path, kind: type[RunConfig]) -> dict[str, Any]:

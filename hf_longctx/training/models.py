@@ -3,6 +3,8 @@
 import inspect
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..fox.configuration_fox import FoxConfig
 from ..fox.convert import read_llama_config
 from ..fox.modeling_fox import FoxForCausalLM, FoxForgetGate, decay_time_bias
 from ..hmt import HMTConfig, HMTWrapper
@@ -46,7 +49,9 @@ def make_config(args: RunConfig, tokenizer) -> Any:
         PartialState().print(extend_rope(config, args), file=sys.stderr)
     elif args.recipe == "fox-from-llama":
         quantization, values = getattr(config, "quantization_config", None), config.to_dict()
-        config = read_llama_config(values | {"quantization_config": None}, args.decay_time or float(args.max_length))
+        # the default decay time depends on the claimed context, which `set` may change
+        values |= {name: value for name, value in args.config_fields(FoxConfig).items() if name in values}
+        config = read_llama_config(values | {"quantization_config": None}, args.decay_time)
         if quantization is not None:
             config.quantization_config = quantization
     if args.recipe != "hmt":
@@ -71,7 +76,7 @@ def new_config(args: PretrainConfig, tokenizer) -> Any:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         values[name] = getattr(tokenizer, name)
     values["vocab_size"] = len(tokenizer)
-    values["max_position_embeddings"] = max(values.get("max_position_embeddings", 0), args.max_length)
+    values["max_position_embeddings"] = max(getattr(kind(**values), "max_position_embeddings", 0), args.max_length)
     return kind(**values | args.config_fields(kind))
 
 
@@ -83,7 +88,15 @@ def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
     fields = args.config_fields(HMTConfig)
     if config.model_type != "hmt":
         new: dict[str, Any] = {"recall": False, "backbone_name_or_path": args.model}
-        return HMTConfig(**new | fields)
+        memory = HMTConfig(**new | fields)
+        if not memory.recall:
+            PartialState().print(
+                f"First stage: each segment of {memory.segment_length} tokens receives the memory of the previous one, "
+                "but does not recall earlier segments. For the second stage, repeat the recipe with --model "
+                f"{Path(args.output_dir) / 'model'}.",
+                file=sys.stderr,
+            )
+        return memory
     for name, value in fields.items():
         if getattr(config, name) != value:
             raise ValueError(
@@ -110,7 +123,10 @@ def make_model(args: RunConfig, config: Any) -> Any:
     else:
         model = load_whole(args, config, config.dtype)
         if args.recipe == "fox-from-llama":
-            open_gates(model, args.decay_time or float(args.max_length))
+            open_gates(model)
+        elif args.recipe == "rope-extend" and model.generation_config.max_length is not None:
+            # otherwise `generate` would stop at the old context; Llama 2 has such a limit
+            model.generation_config.max_length = max(model.generation_config.max_length, args.max_length)
         check_length(model, args.max_length)
     # FoX and HMT are causal. A FoX separates documents, and an HMT must read across document boundaries.
     if not isinstance(model, FoxForCausalLM | HMTWrapper):
@@ -157,18 +173,17 @@ def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype) -> Any:
     Raises:
         ValueError: weights are missing, or have other shapes than the config requires.
     """
-    loaded: Any = load_language_model(
-        str(args.model),
-        config=config,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **quantization(args),
-    )
+    with gates_may_be_missing() if args.recipe == "fox-from-llama" else nullcontext():
+        loaded: Any = load_language_model(
+            str(args.model),
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **quantization(args),
+        )
     model, info = loaded
-    has_new_gates = args.recipe == "fox-from-llama"
-    absent = [key for key in info["missing_keys"] if not (has_new_gates and GATE.search(key))]
-    lacking = sorted(absent) + [f"{key} (of another shape)" for key, *_ in info["mismatched_keys"]]
+    lacking = sorted(info["missing_keys"]) + [f"{key} (of another shape)" for key, *_ in info["mismatched_keys"]]
     if lacking:
         raise ValueError(
             f"{args.model} does not contain weights that its config.json requires, so they would be random: "
@@ -177,14 +192,25 @@ def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
+@contextmanager
+def gates_may_be_missing() -> Iterator[None]:
+    """Make transformers load a FoX without gates. It then does not report them as missing weights."""
+    FoxForCausalLM._keys_to_ignore_on_load_missing = [GATE.pattern]
+    try:
+        yield
+    finally:
+        del FoxForCausalLM._keys_to_ignore_on_load_missing
+
+
 @torch.no_grad()
-def open_gates(model: Any, decay_time: float) -> None:
+def open_gates(model: Any) -> None:
     """Initialize the forget gates as `from_llama` does. The gates are float32, whatever the model's dtype."""
+    times = model.config.decay_time_min, model.config.decay_time_max
     for module in model.modules():
         if isinstance(module, FoxForgetGate):
             module.float()
             module.weight.zero_()
-            module.bias.copy_(decay_time_bias(len(module.bias), decay_time, decay_time))
+            module.bias.copy_(decay_time_bias(len(module.bias), *times))
 
 
 def extend_rope(config, args: FinetuneConfig) -> str:

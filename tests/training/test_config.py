@@ -77,6 +77,18 @@ def test_every_preset_is_a_config(preset):
     assert getattr(config, "forget_gate", None) == gates
 
 
+def test_short_sequences_do_not_shorten_the_context_of_a_new_model(tmp_path):
+    """Neither of a config that leaves it to its default, nor of one that calls it `n_positions`."""
+    for name in ("gpt2", "llama"):
+        (tmp_path / f"{name}.json").write_text(f'{{"model_type": "{name}"}}')
+        config = make_config(
+            PretrainConfig(**NEEDED, model=str(tmp_path / f"{name}.json"), max_length=64), Tokenizer()
+        )
+        assert config.max_position_embeddings == type(config)().max_position_embeddings > 64
+        longer = PretrainConfig(**NEEDED, model=str(tmp_path / f"{name}.json"), max_length=4096)
+        assert make_config(longer, Tokenizer()).max_position_embeddings == 4096
+
+
 def test_the_model_is_any_config_and_its_fields_are_typed(tmp_path):
     LlamaConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1).save_pretrained(tmp_path)
     rope = "rope_parameters={rope_type: default, rope_theta: 5e5}"

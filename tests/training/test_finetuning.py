@@ -14,16 +14,21 @@ from demo_model import DEMO, VOCABULARY
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
 
 from faults import log, losses, make
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
     Trainer,
     TrainerCallback,
 )
 from transformers.integrations import deepspeed
+from transformers.utils import logging
 
 from hf_longctx.hub.bundle import build_bundle
 from hf_longctx.metrics import rope_base_bound
@@ -273,6 +278,94 @@ def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_p
     before = base_of(run, llama).model.layers[0].self_attn.f_proj
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.layers[0].self_attn.f_proj
     assert not torch.equal(before.weight, after.weight) and not torch.equal(before.bias, after.bias)
+
+
+KINDS = {
+    "llama": (LlamaConfig, {}),
+    "yarn": (
+        LlamaConfig,
+        {"rope_parameters": dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=32, rope_theta=1e4)},
+    ),
+    "mistral": (MistralConfig, {"sliding_window": 24}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 8}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_fox_equals_its_llama_before_training_however_short_the_sequences_are(kind, tmp_path):
+    config, fields = KINDS[kind]
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    torch.manual_seed(0)
+    config = config(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        num_key_value_heads=2,
+        **sizes,
+        **fields,
+    )
+    source = AutoModelForCausalLM.from_config(config).eval()
+    source.save_pretrained(tmp_path / "source")
+
+    def fox(**changes):
+        paths = dict(tokenizer=str(DEMO), data="-")
+        options = dict(recipe="fox-from-llama", max_length=16) | paths | changes
+        return base_of(settings(tmp_path / "source", tmp_path / "run", **options), DEMO).eval()
+
+    ids = torch.randint(3, VOCABULARY, (2, 96))  # beyond `max_length`, and beyond the claimed context
+    rounding = 1e-4  # of logits up to 8; the converter has as much
+    with torch.no_grad():
+        expected = source(ids).logits
+        torch.testing.assert_close(fox()(ids).logits, expected, atol=rounding, rtol=0)
+        longer = fox(set=["max_position_embeddings=1000000"])
+        torch.testing.assert_close(longer(ids).logits, expected, atol=rounding, rtol=0)
+        for asked in (dict(decay_time=16.0), dict(set=["decay_time_min=16.0"])):
+            assert (fox(**asked)(ids).logits - expected).abs().max() > 100 * rounding
+    assert longer.config.decay_time_min == 1e5 * 1e6
+
+
+def test_a_recipe_prints_no_warning_about_weights_that_it_makes_itself_but_true_ones(llama, tmp_path, caplog):
+    """Of loading the base, saving an adapter and merging it."""
+    logging.enable_propagation()  # to caplog
+    try:
+        assert train(settings(llama, tmp_path / "run", recipe="fox-from-llama")) == 0
+        assert not [line for line in caplog.messages if "LOAD REPORT" in line or "model of type" in line]
+        weights = load_file(llama / "model.safetensors")
+        shutil.copytree(llama, tmp_path / "llama")
+        save_file(weights | {"model.other.weight": torch.ones(2)}, tmp_path / "llama" / "model.safetensors")
+        base_of(settings(tmp_path / "llama", tmp_path / "x", recipe="fox-from-llama"), llama)
+        assert [line for line in caplog.messages if "model.other.weight" in line and "f_proj" not in line]
+        (tmp_path / "fox").mkdir()
+        fox = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+        gates = [name for name in fox.state_dict() if "f_proj" in name]
+        fox.save_pretrained(tmp_path / "fox", state_dict={n: x for n, x in fox.state_dict().items() if n not in gates})
+        caplog.clear()
+        AutoModelForCausalLM.from_pretrained(tmp_path / "fox")
+        assert "f_proj" in caplog.text, "a FoX without its gates is damaged"
+    finally:
+        logging.disable_propagation()
+
+
+@pytest.mark.parametrize("recipe", ["lora", "fox-from-llama", "rope-extend", "hmt"])
+def test_an_adapter_names_the_checkpoint_only_if_that_is_its_base(recipe, llama, tmp_path, capsys):
+    sizes = {"rope-extend": dict(max_length=128), "hmt": dict(set=["segment_length=16", "sensory_tokens=4"])}
+    run = settings(llama, tmp_path, recipe=recipe, merge=True, max_steps=1, **sizes.get(recipe, {}))
+    assert train(run) == 0
+    named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == (str(llama) if recipe == "lora" else None)
+    said = capsys.readouterr().err
+    assert ("First stage: each segment of 16 tokens" in said and f"--model {tmp_path / 'model'}" in said) == (
+        recipe == "hmt"
+    )
+
+
+def test_an_extended_model_generates_as_far_as_it_was_extended(llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "llama2")
+    GenerationConfig(max_length=64).save_pretrained(tmp_path / "llama2")  # as Llama 2 has
+    run = settings(tmp_path / "llama2", tmp_path / "run", recipe="rope-extend", max_length=128, max_steps=1)
+    assert train(run) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").generation_config.max_length == 128
 
 
 def test_a_base_below_the_bound_for_the_claimed_context_is_mended_with_shorter_rows():

@@ -189,6 +189,12 @@ FINETUNING = [
         "must be at most 64, got 128.*--recipe rope-extend",
     ),
     refused("nothing to extend", finetune(recipe="rope-extend"), "32 does not extend the context of 64 tokens"),
+    refused("forgetting for a Llama", finetune(decay_time=64.0), "`decay_time` requires `recipe`='fox-from-llama'"),
+    refused(
+        "gates that are closed at once",
+        finetune(recipe="fox-from-llama", decay_time=0.0),
+        "decay_time must be a positive number of tokens, got 0.0",
+    ),
     refused("rate of gates of a Llama", finetune(gate_lr_ratio=2.0), "needs trainable forget gates"),
     refused(
         "an adapter as a model",
