@@ -150,10 +150,10 @@ def logit_bound_of_norms(attention, heads):
     if q.device.type == "meta" or (q.numel(), k.numel() * group) != (heads * head_dim, heads * head_dim):
         return None, 1.0
     q, k = q.view(-1, group, head_dim), k.view(-1, 1, head_dim)
-    largest_of = partial(torch.linalg.vector_norm, ord=math.inf, dim=-1, dtype=torch.float32)  # absolute values
+    largest_of = partial(torch.linalg.vector_norm, ord=math.inf, dim=-1)  # largest absolute value
     # RoPE mixes dimensions, so the maxima of q and k may coincide. YaRN and LongRoPE scale q and k.
     largest = largest_of(q * k) if config.rope_parameters is None else largest_of(q) * largest_of(k)
-    return largest.flatten(), ROUNDING * attention.scaling * attention.rotary_gain * head_dim
+    return largest.flatten().float(), ROUNDING * attention.scaling * attention.rotary_gain * head_dim
 
 
 def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):

@@ -139,9 +139,12 @@ def create_attention_mask(config, inputs_embeds, attention_mask, cache, position
     the mask is created, a `PrunedCache` drops tokens.
     """
     if hasattr(cache, "make_room"):  # a `PrunedCache`
-        cache.make_room(inputs_embeds.shape[1])
-        if cache.is_compileable:  # mask only new tokens, because the cache stores which cached tokens are padding
-            attention_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        cache.make_room(inputs_embeds.shape[1], attention_mask)
+        if cache.is_compileable:  # the cache stores which of its tokens are hidden, so the mask covers new tokens only
+            if attention_mask is not None:
+                attention_mask = attention_mask[:, -inputs_embeds.shape[1] :]
+                if cache.is_initialized:
+                    return config._attn_implementation, attention_mask[:, None, None].bool()
             cache = None
     if config._attn_implementation == NAME:
         supported, visible = find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence)

@@ -352,6 +352,7 @@ class PrunedLayer(DynamicLayer):
 
     def reset(self) -> None:
         super().reset()
+        self.is_initialized = False  # the next batch may have another size
         self._clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -393,6 +394,7 @@ class StaticPrunedLayer(PrunedLayer):
     def _clear(self):
         super()._clear()
         self.length = torch.tensor(0)
+        self.visible: torch.Tensor | None = None  # last attention mask, (B, tokens) bool; only in the first layer
 
     def update(self, key_states, value_states, *args, **kwargs):
         self.is_first_call = not self.groups
@@ -428,7 +430,7 @@ class StaticPrunedLayer(PrunedLayer):
                 "a PrunedCache with max_cache_len supports the attention implementations 'sdpa' and 'eager' only. "
                 "Call model.set_attn_implementation('sdpa')."
             )
-        if attention_mask is not None:  # of the new tokens only: a key that is masked for all queries is padding
+        if attention_mask is not None:  # it covers the new tokens: a key that is masked for all queries is padding
             visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask > MASKED
             real = visible.any(2)  # (B, 1, T)
             for group in self.groups:
@@ -439,11 +441,24 @@ class StaticPrunedLayer(PrunedLayer):
     def _read(self, group, tokens, mask):
         if self.is_first_call:
             return group.keys[:, :, :tokens], group.values[:, :, :tokens], mask
-        visible = group.keys[:, :, None, :, self.marker] != 0  # (B, h, 1, slots)
-        if tokens > 1:
-            slots = torch.arange(group.keys.shape[2], device=self.device)
-            visible = visible & (slots <= self._slots(group, tokens)[1][..., None])
+        slots = torch.arange(group.keys.shape[2], device=self.device)
+        visible = (slots <= self._slots(group, tokens)[1][..., None])[None]  # (1, h, T, slots)
+        if mask is not None:
+            visible = visible & (group.keys[:, :, None, :, self.marker] != 0)
         return group.keys, group.values, visible.repeat_interleave(self.queries_per_key, dim=1)
+
+    def mark(self, visible):
+        """Mark the cached tokens that queries attend to. `visible` is (B, cached tokens) bool."""
+        for group in self.groups:
+            positions = group.first + torch.arange(group.keys.shape[2], device=self.device)  # (h, slots)
+            is_filled = positions < visible.shape[1]
+            marks = visible[:, positions.clamp(max=visible.shape[1] - 1)] & is_filled
+            group.keys[..., self.marker] = GATE_QUERY * marks.to(group.keys.dtype)
+
+    def reorder_cache(self, beam_idx):
+        super().reorder_cache(beam_idx)
+        if self.visible is not None:
+            self.visible = self.visible.index_select(0, beam_idx.to(self.visible.device))
 
     def make_room(self, tokens, length):
         super().make_room(tokens, length)
@@ -476,6 +491,10 @@ class StaticPrunedLayer(PrunedLayer):
 
 class StaticPrunedHybridLayer(StaticPrunedLayer, LinearAttentionAndFullAttentionLayer):
     """A `StaticPrunedLayer` that also stores the state of the token shift. transformers updates it in place."""
+
+    def reset(self):
+        super().reset()
+        self.is_conv_states_initialized[0] = False
 
 
 def mark_static(*tensors):
@@ -570,12 +589,27 @@ class PrunedCache(Cache):
         bounds = [logit_bound_of_weights(layer) if logit_bound == "weights" else None for layer in decoder_layers]
         super().__init__(layers=[kind(*pair, tolerance, prune_every) for pair in zip(attentions, bounds)])
 
-    def make_room(self, tokens: int) -> None:
-        """Prune the layers that are due, before a call with `tokens` tokens. Do nothing during compilation."""
+    def make_room(self, tokens: int, attention_mask: torch.Tensor | None) -> None:
+        """Prepare a call with `tokens` tokens and a mask (B, past + tokens). Compiled calls do not prune."""
         if not torch.compiler.is_compiling():
             length = int(self.layers[0].length)
+            if attention_mask is not None and attention_mask.shape[1] != length + tokens:
+                raise ValueError(
+                    f"attention_mask must have {length + tokens} columns, got {attention_mask.shape[1]}. It has a column "
+                    f"for each of the {length} cached and {tokens} new tokens: 1 for real tokens, 0 for padding."
+                )
             for layer in self.layers:
                 layer.make_room(tokens, length)
+        if isinstance(first := self.layers[0], StaticPrunedLayer) and attention_mask is not None:
+            mask, before = attention_mask.bool(), first.visible
+            if before is None:
+                before = mask.new_ones(len(mask), 0)
+            visible = mask[:, :-tokens]
+            before = nn.functional.pad(before, (0, visible.shape[1] - before.shape[1]), value=True)
+            if torch.compiler.is_compiling() or not torch.equal(visible, before):
+                for layer in self.layers:
+                    layer.mark(visible)
+            first.visible = mask
 
     def prune(self) -> None:
         """Drop all tokens that can be dropped now. Call it after a long prompt, or between compiled steps."""

@@ -22,8 +22,8 @@ class Bank(Retriever):
 
     @classmethod
     def is_used(cls, config: HMTConfig) -> bool:
-        """Return True if `recalled_pages` and `retrievers` are both None."""
-        return config.recalled_pages is None and config.retrievers is None
+        """Return True if `retrievers` is None."""
+        return config.retrievers is None
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
         """Return an empty bank."""

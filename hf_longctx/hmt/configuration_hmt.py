@@ -30,10 +30,6 @@ class HMTConfig(PreTrainedConfig):
         sensory_tokens: k. A segment re-reads the last k tokens of the previous segment.
         memory_size: N, maximum number of memory embeddings retained for recall. The oldest is dropped first. None:
             all.
-        recalled_pages: r, number of pages that a recall attends to (`pages_hmt.py`). If there are more than
-            `memory_size` memory embeddings, the older ones are stored in pages in CPU memory. None: no pages.
-        page_size: initial maximum number of memory embeddings per page. The maximum grows with the square root of the
-            sequence length.
         sum_fraction: fraction of a segment that forms its recall query. The query summarizes the first j =
             int(round(segment_length * sum_fraction)) tokens. Ties are rounded to even, as in the official code.
             Single-pass mode requires j < L', because only the tokens after the recall attend to a memory.
@@ -96,8 +92,6 @@ class HMTConfig(PreTrainedConfig):
     segment_length: int = 512
     sensory_tokens: int = 32
     memory_size: int | None = 300
-    recalled_pages: int | None = None
-    page_size: int = 16
     sum_fraction: float | int = 0.5
     recall: bool = True
     memory_tokens: int = 1
@@ -121,8 +115,14 @@ class HMTConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs) -> None:
         if kwargs.get("recurrence") is False:  # a field of earlier versions
             raise ValueError("recurrence=False is no longer supported. Train a new memory without this setting.")
+        if kwargs.pop("recalled_pages", None) is not None:  # a field of earlier versions
+            raise ValueError(
+                "`recalled_pages` must be None, because pages are no longer supported. A recall now attends to all "
+                "memories: set memory_size=None to retain them. In a saved config.json, change both fields to null."
+            )
         if "model_type" not in kwargs:  # files contain a model_type, and other programs may add names to them
             self.check_names(kwargs)
+        kwargs.pop("page_size", None)  # a field of earlier versions, without effect
         if isinstance(self.backbone_config, dict):
             self.backbone_config = config_from_dict(self.backbone_config)
         super().__post_init__(**kwargs)
@@ -175,7 +175,7 @@ class HMTConfig(PreTrainedConfig):
         Args:
             positions: maximum number of positions of the backbone (default: its `max_position_embeddings`).
         """
-        counts = ("memory_tokens", "memory_size", "recalled_pages", "page_size", "recall_dim", "recall_tokens")
+        counts = ("memory_tokens", "memory_size", "recall_dim", "recall_tokens")
         least = {"sensory_tokens": 0, **dict.fromkeys((*counts, "bptt_segments", "summary_batch"), 1)}
         for name, smallest in least.items():
             value = getattr(self, name)
@@ -209,12 +209,11 @@ class HMTConfig(PreTrainedConfig):
             raise ValueError(
                 f"`recall_tokens` must divide segment_length={self.segment_length}, got {self.recall_tokens}."
             )
-        flat = {"recall": True, "recall_mode": "single_pass", "recalled_pages": None}
+        single_pass_recall = {"recall": True, "recall_mode": "single_pass"}
         needed: dict[str, tuple[bool, dict[str, Any]]] = {
             "memory_tokens": (self.memory_tokens != 1, {"recall": False, "recall_mode": "paper"}),
-            "recalled_pages": (self.recalled_pages is not None, {"recall": True}),
-            "recall_tokens": (self.recall_tokens is not None, flat),
-            "neural_cache_weight": (self.neural_cache_weight is not None, flat),
+            "recall_tokens": (self.recall_tokens is not None, single_pass_recall),
+            "neural_cache_weight": (self.neural_cache_weight is not None, single_pass_recall),
         }
         for name, (is_set, others) in needed.items():
             differing = {
@@ -224,11 +223,6 @@ class HMTConfig(PreTrainedConfig):
                 raise ValueError(
                     f"`{name}={getattr(self, name)}` needs {others}, got {differing}. Change one of these fields."
                 )
-        if self.recalled_pages is not None and self.memory_size is None:
-            raise ValueError(
-                "If recalled_pages is set, `memory_size` must be set too, got None. Pages store the memories that do "
-                "not fit into memory_size."
-            )
         if self.backbone_config is not None:
             positions = positions or getattr(self.text_config, "max_position_embeddings", None)
         if (
@@ -264,7 +258,6 @@ class HMTConfig(PreTrainedConfig):
             "vocab_size": self.vocab_size,
             "width": width,
             "recall_mode": self.recall_mode,
-            "pages": None if self.recalled_pages is None else [self.recalled_pages, self.page_size],
             "neural_cache": self.neural_cache_weight is not None,
             "reread": self.reread if self.single_pass else None,
             **{name: getattr(self, name) for name in names},

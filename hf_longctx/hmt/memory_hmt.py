@@ -81,32 +81,26 @@ class HMTMemory(nn.Module):
                 "Some settings can be changed afterwards in model.config."
             )
 
-    def scores(self, query: Tensor, bank: Tensor, origin: Tensor, count: Tensor) -> Tensor:
-        """Return the scores before the softmax, q Wq^T (C Wk^T)^T / sqrt(h), as (B, c) in at least fp32.
+    def scores(self, query: Tensor, bank: Tensor, valid: Tensor) -> Tensor:
+        """Return the scores before the softmax, q Wq^T (C Wk^T)^T / sqrt(h), as (B, c).
 
-        Single-pass mode uses scale-free scores: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature. Here, u(x)
-        normalizes x - origin to length one.
+        Single-pass mode uses scale-free scores: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature. Here, `count`
+        is the number of memories of a row, and u(x) normalizes x minus the mean of these memories to length one.
 
         Args:
-            query: as in `recall`.
-            bank: as in `recall`.
-            origin: mean of each row's memories, (B, 1, d).
-            count: number of each row's memories, (B,).
+            query, bank, valid: as in `recall`, in at least fp32.
         """
-        with torch.autocast(query.device.type, enabled=False):
-            wide = torch.promote_types(bank.dtype, torch.float32)
-            query, bank, wq, wk, origin = (x.to(wide) for x in (query, bank, self.wq, self.wk, origin))
-            if self.single_pass:
-                query, bank = normalize(query, origin), normalize(bank, origin)
-                factor = count.to(wide).log1p()[:, None, None] * (-self.log_temperature.to(wide)).exp()
-            else:
-                factor = wq.shape[0] ** -0.5
-            # (q Wq^T) Wk takes 2 h d products in total; keys C Wk^T would take h d products for each memory.
-            return (query @ wq.mT @ wk * factor @ bank.mT).squeeze(1)
+        wq, wk = self.wq.to(bank), self.wk.to(bank)
+        factor: Any = wq.shape[0] ** -0.5
+        if self.single_pass:
+            count = valid.sum(1)
+            origin = (bank * valid[..., None]).sum(1, keepdim=True) / count.clamp(min=1)[:, None, None]
+            query, bank = normalize(query, origin), normalize(bank, origin)
+            factor = count.to(bank).log1p()[:, None, None] * (-self.log_temperature.to(bank)).exp()
+        # (q Wq^T) Wk takes 2 h d products in total; keys C Wk^T would take h d products for each memory.
+        return (query @ wq.mT @ wk * factor @ bank.mT).squeeze(1)
 
-    def recall(
-        self, query: Tensor, bank: Tensor, valid: Tensor, origin: Tensor | None = None, count: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def recall(self, query: Tensor, bank: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Attend to the remembered segments (paper, sec. 3.2): softmax(scores) C.
 
         Hidden states of a pretrained backbone share a large common component, and their norm depends on the backbone.
@@ -117,8 +111,6 @@ class HMTMemory(nn.Module):
             query: summary of the current segment, (B, 1, d).
             bank: memory embeddings C, oldest first, (B, c, d).
             valid: (B, c), bool, False where a row does not have the memory.
-            origin: as in `scores`; needed if `bank` does not contain all memories.
-            count: as in `scores`; needed if `bank` does not contain all memories.
 
         Returns:
             The prompt, (B, 1, d), in bank.dtype, and the weights softmax(scores), (B, c), in at least fp32. Weights
@@ -126,9 +118,7 @@ class HMTMemory(nn.Module):
         """
         with torch.autocast(query.device.type, enabled=False):
             bank_wide = bank.to(torch.promote_types(bank.dtype, torch.float32))
-            if origin is None or count is None:
-                origin, count = mean_memory(bank_wide, valid)
-            scores = self.scores(query, bank_wide, origin, count)
+            scores = self.scores(query.to(bank_wide), bank_wide, valid)
             scores = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(-1) * valid
             prompt = (scores[:, None] @ bank_wide).to(bank.dtype)
         return prompt, scores
@@ -139,24 +129,10 @@ def memory_dtype(model: Any) -> torch.dtype:
     return model.get_input_embeddings().weight.dtype
 
 
-def mean_memory(
-    bank: Tensor, valid: Tensor, total: Tensor | float = 0, count: Tensor | int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return the mean of the memories of each row, (B, 1, d), and their number, (B,).
-
-    Args:
-        bank, valid: as in `HMTMemory.recall`.
-        total: sum of the memories outside `bank`, (B, 1, d).
-        count: number of memories outside `bank`, (B,).
-    """
-    total, count = total + (bank * valid[..., None]).sum(1, keepdim=True), count + valid.sum(1)
-    return total / count.clamp(min=1)[:, None, None], count
-
-
 def normalize(x: Tensor, origin: Tensor) -> Tensor:
     """Normalize `x - origin` to length one. If this difference is tiny compared with x, the length is below one."""
     rest = x - origin
     return rest * (rest.square().sum(-1, keepdim=True) + FLOOR * x.square().sum(-1, keepdim=True) + 1e-30).rsqrt()
 
 
-__all__ = ["HMTMemory", "mean_memory", "memory_dtype"]
+__all__ = ["HMTMemory", "memory_dtype"]

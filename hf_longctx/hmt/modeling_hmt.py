@@ -67,10 +67,9 @@ class HMTOutput(ModelOutput):
         loss: scalar, returned if `labels` are given.
         logits: (B, T, V), 0 on padding. `logits_to_keep` can select some of the T positions.
         state: `HMTState` after the last token, returned with `use_cache=True`.
-        recall_scores: for each segment, the recall weights of the memories, (B, c). Memories in pages precede memories
-            in the bank. Both are sorted from oldest to newest. A weight is 0 if the row does not have the memory. If
-            the segment does not recall, the entry is None. The first segment and a segment with an incomplete query do
-            not recall.
+        recall_scores: for each segment, the recall weights of the memories, (B, c), oldest first. A weight is 0 if the
+            row does not have the memory. If the segment does not recall, the entry is None. The first segment and a
+            segment with an incomplete query do not recall.
         recall_ends: for each segment, the ends of the remembered segments, (B, c), long. An end is a number of tokens
             from the start of the sequence. The entry is None where the entry of `recall_scores` is None.
         recall_distance: distance in segments to the memory with the largest weight, (segments, B), long. Without a

@@ -4,9 +4,9 @@ HMT uses retrievers only through this protocol. A retriever remembers full segme
 and the next segment reads them (`retrieve`). It may change the logits of that segment (`mix`). A retriever's memory of
 a batch is a dict. Methods must not change this dict in place, so that states can branch.
 
-The values of the dict are tensors (B, n, ...), except the values listed in `Retriever.rows`. The length n may grow.
-`HMTState` selects, joins, saves and loads the rows of these tensors. If rows remember different numbers of segments,
-shorter rows are padded with zeros on the left. `ends` is 0 on this padding.
+The values of the dict are tensors (B, n, ...). The length n may grow. `HMTState` selects, joins, saves and loads the
+rows of these tensors. If rows remember different numbers of segments, shorter rows are padded with zeros on the left.
+`ends` is 0 on this padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,14 +71,11 @@ class Retriever:
             prompt. Only tokens after the query attend to the prompt. All tokens attend to the other embeddings. In
             total, the retrievers return one prompt and `config.recall_tokens` other embeddings.
         reads_hidden: whether `observe` needs the last hidden states of a segment.
-        rows: some memory values are tuples with one object per row. This dict maps the name of each such value to the
-            class of its objects. The class needs the methods `map`, `to`, `pack` and `unpack` of `MemoryPages`.
     """
 
     field: str | None = None
     columns = 0
     reads_hidden = False
-    rows: dict[str, Any] = {}
 
     def __init__(self, config: HMTConfig, memory: HMTMemory, embed: Callable[[Tensor], Tensor]):
         self.config, self.memory, self.embed = config, memory, embed

@@ -5,9 +5,8 @@ transformers copies the imported files to the folder of saved weights.
 
 from .bank_hmt import Bank
 from .neural_cache_hmt import NeuralCacheRetriever
-from .pages_hmt import Pages
 from .retriever_hmt import Retrievers
 from .search_hmt import Search
 
 
-__all__ = ["Bank", "NeuralCacheRetriever", "Pages", "Retrievers", "Search"]
+__all__ = ["Bank", "NeuralCacheRetriever", "Retrievers", "Search"]

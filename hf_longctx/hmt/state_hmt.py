@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,7 +35,7 @@ class HMTState:
         kv_mask: (B, P), bool, False on padding of `kv_cache`. None without padding.
     """
 
-    memory: dict[str, dict[str, Any]]
+    memory: dict[str, dict[str, Tensor]]
     tail: Tensor
     lengths: tuple[int, ...]
     signature: dict
@@ -75,53 +74,42 @@ class HMTState:
         return [[] for _ in self.lengths]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors, keyed by name. Tensors in row objects or in the key/value cache are omitted."""
-        named: dict[str, Any] = {"tail": self.tail, "open_mask": self.open_mask}
+        """Return the tensors, keyed by name. Tensors in the key/value cache are omitted."""
+        named = {"tail": self.tail} if self.open_mask is None else {"tail": self.tail, "open_mask": self.open_mask}
         for name, state in self.memory.items():
             named |= {f"memory.{name}.{key}": value for key, value in state.items()}
-        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        return named
 
     def without_kv_cache(self) -> "HMTState":
         """Return a state without the key/value cache. The next call then reads the open segment again."""
         return replace(self, kv_cache=None, kv_mask=None)
 
-    def each(self, of_tensor: Callable[[Tensor], Tensor], of_rows: Callable[[tuple], tuple]) -> "HMTState":
-        """Return a state with `of_tensor` applied to each tensor and `of_rows` to each tuple of row objects.
-
-        The new state does not contain the key/value cache.
-        """
-        memory = {
-            name: {key: of_tensor(x) if isinstance(x, Tensor) else of_rows(x) for key, x in state.items()}
-            for name, state in self.memory.items()
-        }
-        open_mask = None if self.open_mask is None else of_tensor(self.open_mask)
-        state = replace(self, memory=memory, tail=of_tensor(self.tail), open_mask=open_mask)
-        return state.without_kv_cache()
-
     def map(self, function: Callable[[Tensor], Tensor]) -> "HMTState":
         """Return a state with `function` applied to each tensor, and without the key/value cache."""
-        return self.each(function, lambda rows: tuple(row.map(function) for row in rows))
+        memory = {name: {key: function(x) for key, x in state.items()} for name, state in self.memory.items()}
+        open_mask = None if self.open_mask is None else function(self.open_mask)
+        state = replace(self, memory=memory, tail=function(self.tail), open_mask=open_mask)
+        return state.without_kv_cache()
 
     def detach(self) -> "HMTState":
         """Return a state without the autograd graph. Gradients then do not reach earlier calls."""
         return self.map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> "HMTState":
-        """Return the state on another device. Pages stay in CPU memory.
+        """Return the state on another device.
 
         Raises:
             TypeError: `device` is a dtype. A cast would round token ids too.
         """
         if isinstance(device, torch.dtype):
             raise TypeError(f"`device` must be a device, got the dtype {device}. Cast the model instead of its state.")
-        return self.each(lambda x: x.to(device), lambda rows: tuple(row.to(device) for row in rows))
+        return self.map(lambda x: x.to(device))
 
     def select_rows(self, index: Tensor | Sequence[int]) -> "HMTState":
         """Select rows. `index`: (rows,), from 0 to B - 1. The new state does not contain the key/value cache."""
         chosen = torch.as_tensor(index, device=self.tail.device)
-        numbers = chosen.tolist()
-        state = self.each(lambda x: take_rows(x, chosen), lambda rows: tuple(rows[i] for i in numbers))
-        return replace(state, lengths=tuple(self.lengths[i] for i in numbers))
+        state = self.map(lambda x: take_rows(x, chosen))
+        return replace(state, lengths=tuple(self.lengths[i] for i in chosen.tolist()))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Select rows in place, as beam search does with a `Cache`. `beam_idx`: (rows,), long."""
@@ -140,23 +128,16 @@ class HMTState:
                 training, pass None, because training changes the weights.
             about: additional information to save as JSON.
         """
-        tensors, packed = self.tensors(), {}
-        for name, state in self.memory.items():
-            for key in RETRIEVERS[name].rows:
-                rows = [row.pack() for row in state[key]]
-                packed[f"{name}.{key}"] = [numbers for _, numbers in rows]
-                for i, (named, _) in enumerate(rows):
-                    tensors |= {f"memory.{name}.{key}.{i}.{part}": x for part, x in named.items()}
-        metadata = {"hmt_state": json.dumps({"lengths": self.lengths, "retrievers": [*self.memory], "rows": packed})}
+        metadata = {"hmt_state": json.dumps({"lengths": self.lengths, "retrievers": [*self.memory]})}
         metadata |= {"signature": json.dumps(self.signature), "weights": weights_hash(model)}
         metadata |= {} if about is None else {"about": json.dumps(about)}
         # copies, because safetensors does not accept tensors that share storage
-        copies = {n: x.detach().clone(memory_format=torch.contiguous_format) for n, x in tensors.items()}
+        copies = {n: x.detach().clone(memory_format=torch.contiguous_format) for n, x in self.tensors().items()}
         save_file(copies, str(path), metadata=metadata)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None, device: torch.device | str = "cpu") -> "HMTState":
-        """Read a state written by `save`. Pages are loaded to CPU memory.
+        """Read a state written by `save`.
 
         Args:
             model: model that continues from the state. Memories are cast to the dtype of the model. None: weights are
@@ -164,6 +145,7 @@ class HMTState:
 
         Raises:
             ValueError: the file is damaged, does not contain a state, or was saved by a model with other weights.
+            NotImplementedError: the file contains pages, which earlier versions supported.
         """
         try:
             with safe_open(str(path), "pt", device=str(device)) as file:
@@ -173,24 +155,22 @@ class HMTState:
             if model is not None:  # models of different dtypes can have the same hash, so the memories are cast
                 dtype = memory_dtype(model)
                 for name, x in tensors.items():
-                    if x.is_floating_point() and not name.endswith(".sums"):
+                    if x.is_floating_point():
                         tensors[name] = x.to(dtype)
             header, signature = json.loads(metadata["hmt_state"]), json.loads(metadata["signature"])
-            memory: dict[str, dict[str, Any]] = {name: {} for name in header["retrievers"]}
+            if signature.get("pages") is not None:
+                raise NotImplementedError(
+                    f"{path} contains pages of memories, which are no longer supported. Read the sequence again with a "
+                    "model of memory_size=None. It retains all memories."
+                )
+            memory: dict[str, dict[str, Tensor]] = {name: {} for name in header["retrievers"]}
             fields = {name: tensors.pop(name) for name in ("tail", "open_mask") if name in tensors}
-            for place, rows in header["rows"].items():
-                retriever, key = place.split(".")
-                parts: list[dict[str, Tensor]] = [{} for _ in rows]
-                for name in [name for name in tensors if name.startswith(f"memory.{place}.")]:
-                    *_, i, part = name.split(".")
-                    parts[int(i)][part] = tensors.pop(name)
-                memory[retriever][key] = tuple(map(RETRIEVERS[retriever].rows[key].unpack, parts, rows))
             for name, value in tensors.items():
                 retriever, key = name.removeprefix("memory.").split(".")
                 memory[retriever][key] = value
             state = cls(memory=memory, lengths=tuple(header["lengths"]), signature=signature, **fields)
             state.check()
-        except torch.OutOfMemoryError:
+        except (NotImplementedError, torch.OutOfMemoryError):
             raise
         except _DAMAGED as error:
             reason = f"{type(error).__name__}: {error}"
@@ -218,7 +198,7 @@ class HMTState:
                 raise ValueError(f"{name!r} does not have a memory of {len(self.lengths)} rows")
 
 
-# errors that a damaged file can cause, such as ZeroDivisionError for a page size of 0
+# errors that a damaged file can cause, such as ZeroDivisionError for a segment length of 0
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, SafetensorError, TypeError, ValueError)
 
 
@@ -251,17 +231,13 @@ def join_rows(parts: list[tuple[list[int], Tensor]], batch: int) -> Tensor:
     return joined
 
 
-def join_memories(parts: list[tuple[list[int], dict[str, dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
+def join_memories(parts: list[tuple[list[int], dict[str, dict[str, Tensor]]]]) -> dict[str, dict[str, Tensor]]:
     """Join memories of different rows. Each row of the batch must be in one of the memories."""
-    order = sorted((row, part, i) for part, (rows, _) in enumerate(parts) for i, row in enumerate(rows))
-
-    def join(values: list[Any]) -> Any:
-        if isinstance(values[0], Tensor):
-            return join_rows([(rows, x) for (rows, _), x in zip(parts, values)], len(order))
-        return tuple(values[part][i] for _, part, i in order)
-
-    first = parts[0][1]
-    return {name: {key: join([memory[name][key] for _, memory in parts]) for key in first[name]} for name in first}
+    batch = sum(len(rows) for rows, _ in parts)
+    return {
+        name: {key: join_rows([(rows, memory[name][key]) for rows, memory in parts], batch) for key in state}
+        for name, state in parts[0][1].items()
+    }
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:

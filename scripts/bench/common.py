@@ -53,9 +53,8 @@ HELP = dict(  # help texts of the options in `make_parser`
     max_model_len="longest sequence in vLLM, in tokens", methods="models to evaluate", minutes="time limit in minutes",
     model="folder of a FoX", models="models to evaluate", most_asked="maximum number of facts in evaluation",
     most_facts="maximum number of facts in training", new_tokens="tokens per response",
-    novel="numbers of memories of a novel", page_size="memories per page",
     prompts="prompt lengths for the needle test, in tokens", questions="questions per training sequence",
-    recalled_pages="pages recalled per query", recipes="recipes to run", repeats="repeats per length",
+    recipes="recipes to run", repeats="repeats per length",
     reply_segment="segment length for responses, in tokens", requests="requests per batch",
     rounds="maximum number of rounds", rows="sequences per training step",
     rows_at_once="sequences per forward pass", save_steps="steps between checkpoints",
@@ -66,7 +65,7 @@ HELP = dict(  # help texts of the options in `make_parser`
     stage_2_writes="facts per sequence in stage 2", steps="training steps of the second stage",
     stretches="excerpts per seed", text_length="tokens per evaluated sequence", texts="number of evaluated sequences",
     times="evaluated length, as a multiple of --length", tokens="number of tokens, as described above",
-    tolerances="pruning tolerances", unrelated="numbers of unrelated memories", vocab="vocabulary size",
+    tolerances="pruning tolerances", vocab="vocabulary size",
     weight="weight of the neural cache", width="hidden size",
 )  # fmt: skip
 

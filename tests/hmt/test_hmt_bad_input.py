@@ -29,8 +29,7 @@ from transformers import (
 from hf_longctx.hmt import HMTConfig, HMTWrapper, from_official, official_parameters
 
 
-COUNTS = ["memory_tokens", "memory_size", "recalled_pages", "page_size", "recall_dim", "recall_tokens"]
-COUNTS += ["bptt_segments", "summary_batch"]
+COUNTS = ["memory_tokens", "memory_size", "recall_dim", "recall_tokens", "bptt_segments", "summary_batch"]
 SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
 BERT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 61}
 RWKV = {"hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61}
@@ -93,22 +92,30 @@ CONFIG = [
         ("a misspelt recall_mode", {"recall_mode": "causal"}, "recall_mode` must be .*got 'causal'"),
         ("an unknown loss_scope", {"loss_scope": "first"}, "loss_scope` must be .*got 'first'"),
         *((f"{name} of 0", {name: 0}, f"{name}` must be at least 1, got 0") for name in COUNTS),
-        ("pages behind a memory without end", {"recalled_pages": 2, "memory_size": None}, "not fit into memory_size"),
-        ("pages without recall", {"recalled_pages": 2, "recall": False}, "got .'recall': False"),
+        ("tokens read again without recall", {"recall_tokens": 2, "recall": False}, "got .'recall': False"),
         ("tokens read again by the paper", {"recall_tokens": 2, "recall_mode": "paper"}, "got .'recall_mode': 'p"),
         ("a neural cache alone", {"neural_cache_weight": 1}, "above 0 and below 1, got 1"),
-        ("a neural cache with pages", {"neural_cache_weight": 0.1, "recalled_pages": 2}, "got .'recalled_pages': 2"),
+        ("pages", {"recalled_pages": 2}, "recalled_pages` must be None.*memory_size=None"),
+        ("the size of a page", {"page_size": 2}, "'page_size' is not a field"),
         ("stretches that do not fill a segment", {"recall_tokens": 3}, "must divide segment_length=512"),
         ("an unknown backbone", {"backbone_config": {"model_type": "nothing"}}, "'nothing'. This version of tr"),
         ("a misspelt name", {"segment_len": 12}, "'segment_len' is not a field of HMTConfig; did you mean segment_l"),
         ("a field of earlier versions", {"model_type": "hmt", "recurrence": False}, "recurrence=False is no longer"),
+        ("saved pages", {"model_type": "hmt", "recalled_pages": 4, "page_size": 16}, "change both fields to null"),
     ]
 ]
 CONFIG += [
     harmless(
         "an unknown name in a saved configuration",
         lambda: (HMTConfig.from_dict({"model_type": "hmt", "added": 1}).segment_length, HMTConfig().segment_length),
-    )
+    ),
+    harmless(
+        "a configuration that was saved without pages",
+        lambda: (
+            len(HMTConfig.from_dict({"model_type": "hmt", "recalled_pages": None, "page_size": 16}).to_dict()),
+            len(HMTConfig.from_dict({"model_type": "hmt"}).to_dict()),
+        ),
+    ),
 ]
 
 

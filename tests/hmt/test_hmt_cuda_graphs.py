@@ -43,7 +43,6 @@ SETTINGS = [
     {"reread": True},
     {"recall_tokens": 4},
     {"neural_cache_weight": 0.2},
-    {"memory_size": 1, "page_size": 1, "recalled_pages": 1},
     {"recall": False},
     {"recall_mode": "paper"},
 ]

@@ -8,7 +8,6 @@ from tiny_hmt import ROUNDING
 from transformers import pipeline
 
 
-PAGED = {"memory_size": 1, "page_size": 1, "recalled_pages": 1}
 KINDS = [
     ({}, 1),
     ({}, 2),
@@ -16,7 +15,7 @@ KINDS = [
     ({"sum_fraction": 0.9}, 1),
     ({"recall_tokens": 4}, 2),
     ({"neural_cache_weight": 0.5}, 1),
-    (PAGED, 2),
+    ({"memory_size": None}, 2),
 ]
 
 
@@ -59,7 +58,7 @@ def test_what_a_cache_has_read_is_cut_from_the_ids(make_wrapper, tokens, argumen
 
 @pytest.mark.parametrize(
     "settings, arguments",
-    [({}, {}), ({}, {"num_return_sequences": 3, "do_sample": True}), (PAGED, {"num_beams": 3})],
+    [({}, {}), ({}, {"num_return_sequences": 3, "do_sample": True}), ({"memory_size": None}, {"num_beams": 3})],
     ids=str,
 )
 def test_sequences_continue_a_state(make_wrapper, tokens, settings, arguments):

@@ -1,9 +1,11 @@
 """Streams: any chunking, branching, saving and restoring gives the result of one piece."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from demo_model import DEMO
 from safetensors import safe_open
 from safetensors.torch import save_file
 from streams import CHUNKS, assert_calls_do_not_matter, saved_and_loaded, stream
@@ -20,7 +22,6 @@ SETTINGS = [
     {"memory_size": None},
     {"recall_tokens": 4},
     {"neural_cache_weight": 0.2, "recall_tokens": 4},
-    {"memory_size": 1, "page_size": 1, "recalled_pages": 1},
 ]
 
 
@@ -118,29 +119,44 @@ DAMAGE = {
     "tail": [None, torch.ones(2, 5, dtype=torch.long)],
     "lengths": [3, [], [43], [43, 44], [3, 3]],
     "retrievers": [["unknown"]],
-    "rows": [{}, {"pages.pages": [{"x": 1}]}],
-    "page_size": [0],
-    "recalled": [0],
-    "sizes": [[99]],
 }
 
 
 @pytest.mark.parametrize("name, value", [(name, value) for name, values in DAMAGE.items() for value in values])
 def test_a_damaged_file_is_refused(name, value, make_wrapper, tokens, tmp_path):
-    file, model = tmp_path / "state.safetensors", make_wrapper(recalled_pages=1, page_size=2, memory_size=2)
+    file, model = tmp_path / "state.safetensors", make_wrapper(memory_size=2)
     model(tokens, use_cache=True).state.save(file, model)
     with safe_open(file, "pt") as saved:
         metadata, tensors = saved.metadata(), {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
     header = json.loads(metadata["hmt_state"])
     if name in header:
         header[name] = value
-    elif name in header["rows"]["pages.pages"][0]:
-        header["rows"]["pages.pages"][0][name] = value
     metadata["hmt_state"] = json.dumps(header)
     contents = {k: x for k, x in {**metadata, **tensors, name: value}.items() if isinstance(x, str | torch.Tensor)}
     strings = {k: x for k, x in contents.items() if isinstance(x, str)}
     save_file({k: x for k, x in contents.items() if k not in strings}, file, metadata=strings)
     with pytest.raises(ValueError, match=r"is not a complete file written by HMTState\.save"):
+        HMTState.load(file, model)
+
+
+@torch.no_grad()
+def test_states_of_earlier_versions_are_continued():
+    model = HMTWrapper.from_pretrained(DEMO.with_name("hmt-demo"))
+    ids = 3 + (torch.arange(100) * 7 % 109).view(2, 50)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    state = HMTState.load(Path(__file__).with_name("state_before_pages_went.safetensors"), model)
+    assert state.lengths == (41, 36) and "pages" in state.signature
+    rest, whole = model(ids[:, 41:], state=state), model(ids, attention_mask=mask)
+    torch.testing.assert_close(rest.logits, whole.logits[:, 41:], atol=1e-4, rtol=0)
+
+
+def test_states_with_pages_are_refused(make_wrapper, tokens, tmp_path):
+    file, model = tmp_path / "state.safetensors", make_wrapper()
+    state = model(tokens, use_cache=True).state
+    state.signature = {**state.signature, "pages": [4, 16]}
+    state.save(file, model)
+    with pytest.raises(NotImplementedError, match=r"contains pages.*memory_size=None"):
         HMTState.load(file, model)
 
 
@@ -155,5 +171,5 @@ def test_a_memory_can_be_seen(make_wrapper, tokens):
         best, strongest = out.recall_scores[0][0].max(0)
         assert span == state.segments()[0][strongest] and weight == best.item()
         assert span.start == 40 - 8 * out.recall_distance[0, 0].item()
-        paged = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
-        assert paged(tokens, use_cache=True).state.segments()[0] == [range(a, a + 8) for a in range(0, 40, 8)]
+        unlimited = make_wrapper(memory_size=None)
+        assert unlimited(tokens, use_cache=True).state.segments()[0] == [range(a, a + 8) for a in range(0, 40, 8)]

@@ -50,20 +50,6 @@ def test_benchmark(load, name, tmp_path, capsys):
     assert "|---|" in table and printed.endswith(table)
 
 
-def test_pages(load, tmp_path, monkeypatch):
-    module = load("pages")
-    monkeypatch.setattr(module, "SMOLLM2", ROOT / "model_cards" / "llama-demo")
-    monkeypatch.setattr(module, "TEXT", ROOT / "README.md")
-    monkeypatch.setattr(module, "ASKED", 20)
-    module.main(f"--unrelated 40 300 --novel 70 --page-size 4 --rounds 1 --output {tmp_path}/x.json".split())
-    few, many, itself, novel = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert few["recalled"] < 40 and few["found"] == 1  # an unrelated vector stands out in its page
-    assert many["weight"] > 0.9 and itself["found"] > 0.9 and 0 < novel["recalled"] < 70
-    assert 0 < novel["weight"] < 1 and 0 < novel["neighbours_weight"] < 1
-    with pytest.raises(ValueError, match="tokens, and 9999 memories take"):
-        module.main(f"--unrelated 20 --novel 9999 --rounds 1 --output {tmp_path}/y.json".split())
-
-
 @ON_CPU
 @torch.compiler.set_stance("force_eager")
 def test_all_gpu_benchmarks_dry_run(load, tmp_path, capsys, monkeypatch):
