@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_served(shared.add_model(parser))
     group = parser.add_argument_group("report")
     shared.add_text(group)
+    shared.add_cache(group)
     group.add_argument(
         "--context-length",
         type=int,

@@ -87,6 +87,17 @@ def add_served(parser: Any) -> None:
     parser.add_argument("--concurrency", type=int, metavar="N", help="concurrent requests to --endpoint (default: 8)")
 
 
+def add_cache(parser: Any) -> None:
+    """Add the argument for a cache of contexts; see `LocalReader`."""
+    parser.add_argument(
+        "--cache",
+        metavar="CACHE",
+        help="cache for contexts: full, quantized:BITS, window:TOKENS, or module.NAME:ARGUMENT of a Cache class or a press, "
+        "such as hf_longctx.fox.PrunedCache:1e-3 or kvpress.SnapKVPress:0.5. The context is read in one pass, and then "
+        "compressed (default: the full cache)",
+    )
+
+
 def add_text(parser: Any) -> None:
     """Add the argument for a corpus; see `hf_longctx.corpus`."""
     parser.add_argument(
@@ -192,26 +203,30 @@ def open_model(args: Namespace) -> tuple[Any, Any, Callable[[], Any]]:
     from transformers import AutoConfig
 
     from ..metrics import LocalReader, ServedModel
+    from ..metrics.run.caches import context_cache
     from ..metrics.run.model import check_decoder
     from ..metrics.run.reader import UnloadedModel
 
-    options = served_options(args)
+    options, cache = served_options(args), args.cache
     join_processes()
     if args.endpoint is not None:
+        if cache is not None:
+            raise ValueError("--cache requires a local model, because a server chooses its own cache. Drop --cache.")
         tokenizer = load_tokenizer(args)
         journal = getattr(args, "journal", None)
         options["journal"] = journal and f"{journal}.responses{os.environ.get('RANK', '')}"
         reader = ServedModel(args.endpoint, tokenizer=tokenizer, vocab_size=len(tokenizer), **options)
         return tokenizer, reader, lambda: reader
     choose_device(args.device)
+    cache = None if cache is None else context_cache(cache)
     try:
         config = AutoConfig.from_pretrained(args.model, **source(args)).get_text_config()
     except Exception:  # the model is an adapter, or loading its weights raises a clearer error
-        local = LocalReader(load_weights(args))
+        local = LocalReader(load_weights(args), cache)
         return load_tokenizer(args), local, lambda: local
     check_decoder(config)
     tokenizer = load_tokenizer(args)
-    return tokenizer, UnloadedModel(config, args.model), lambda: LocalReader(load_weights(args))
+    return tokenizer, UnloadedModel(config, args.model, cache), lambda: LocalReader(load_weights(args), cache)
 
 
 def served_options(args: Namespace) -> dict[str, Any]:

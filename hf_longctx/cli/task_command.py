@@ -41,6 +41,7 @@ class TaskCommand:
                 add_option(group, option)
         shared.add_train_length(group)
         group = parser.add_argument_group("run")
+        shared.add_cache(group)
         for name in ("bos", "eos"):
             group.add_argument(
                 f"--{name}-token-id",

@@ -257,6 +257,12 @@ class PrunedLayer(DynamicLayer):
             bound = self.scaling * self.largest_query * self.largest_key.repeat_interleave(self.queries_per_key)
         return bound.view(self.kv_heads, self.gates_per_key, -1).amax(2).double()
 
+    @property
+    def exact_block(self) -> int:
+        """The number of tokens that a call may add before the layer would prune between single tokens."""
+        added = int(self.length) - self.pruned_at
+        return self.prune_every - added if added < self.prune_every else self.prune_every
+
     def make_room(self, tokens: int, length: int) -> None:
         """Prune before a call with `tokens` tokens, if `prune_every` tokens have been added since the last pruning.
 

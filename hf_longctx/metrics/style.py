@@ -99,7 +99,8 @@ def name_differences(axes, differences) -> None:
 def heading(result) -> str:
     """Return the heading of a result: the metric, the model (if known), and "(interrupted)" for a partial result."""
     model = f" of {literal(result.model_name)}" if result.settings.get("model") else ""
-    return f"{result.title}{model}{' (interrupted)' if result.interruption else ''}"
+    cache = f", {literal(result.settings['cache'])}" if result.settings.get("cache") else ""
+    return f"{result.title}{model}{cache}{' (interrupted)' if result.interruption else ''}"
 
 
 def draw_title(figure: Figure, text: str) -> None:

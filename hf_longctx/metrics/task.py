@@ -68,11 +68,13 @@ class Ask(NamedTuple):
         answer: ids of the correct answer, (n,) int64.
         reply: maximum number of tokens in a generated response; 0 for no response. If greedy decoding gives the
             answer, we use the answer as the response.
+        context: number of prompt tokens before the question, below n. The cache of these tokens may be compressed.
     """
 
     prompt: np.ndarray
     answer: np.ndarray
     reply: int
+    context: int = 0
 
 
 class Answered(NamedTuple):

@@ -45,16 +45,18 @@ class CurvePoint:
         copy_correct: number of correctly predicted tokens in the copy input, for each repeat.
         lm_correct: number of correctly predicted tokens in the LM input with the same target, for each repeat.
         begin_locs: start of each target in the corpus; None for random data.
+        whole: whether all tokens of the target were scored, instead of its second half.
     """
 
     length: int
     copy_correct: Sequence[int]
     lm_correct: Sequence[int]
     begin_locs: Sequence[int] | None = None
+    whole: bool = False
 
     def __post_init__(self):
         length = as_int("length", self.length, 1)
-        scored = scored_tokens(length)
+        scored = scored_tokens(length, self.whole)
         object.__setattr__(self, "length", length)
         for name, most in (("copy_correct", scored), ("lm_correct", scored), ("begin_locs", math.inf)):
             values = getattr(self, name)
@@ -70,7 +72,7 @@ class CurvePoint:
     def first(self, repeats: int) -> CurvePoint:
         """Return a copy of the point with only the first `repeats` repeats (at least 1)."""
         begins = self.begin_locs and self.begin_locs[:repeats]
-        return CurvePoint(self.length, self.copy_correct[:repeats], self.lm_correct[:repeats], begins)
+        return CurvePoint(self.length, self.copy_correct[:repeats], self.lm_correct[:repeats], begins, self.whole)
 
     @property
     def repeats(self) -> int:
@@ -79,7 +81,7 @@ class CurvePoint:
     @property
     def scored_tokens(self) -> int:
         """Number of scored tokens per repeat."""
-        return scored_tokens(self.length)
+        return scored_tokens(self.length, self.whole)
 
     @property
     def copy_mean(self) -> float:

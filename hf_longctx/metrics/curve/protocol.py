@@ -180,12 +180,15 @@ def input_tokens(length: int) -> int:
     return 2 * length + 3
 
 
-def scored_tokens(length: int) -> int:
-    """Return the number of scored tokens: half of the target, rounded up. The first half introduces the copy task."""
-    return (length + 1) // 2
+def scored_tokens(length: int, whole: bool = False) -> int:
+    """Return the number of scored tokens: half of the target, rounded up. The first half introduces the copy task.
+
+    If `whole` is True, all tokens are scored. Otherwise, a cache with only the second half of S would copy perfectly.
+    """
+    return length if whole else (length + 1) // 2
 
 
-def scored_logits(length: int) -> range:
+def scored_logits(length: int, whole: bool = False) -> range:
     """Return the positions of the logits that predict the scored tokens: one position before each token."""
     end = 2 * length + 1  # the last scored token is at position 2n + 1, followed by [eos]
-    return range(end - scored_tokens(length), end)
+    return range(end - scored_tokens(length, whole), end)

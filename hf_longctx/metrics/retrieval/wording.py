@@ -123,6 +123,9 @@ class RetrievalTask(Task):
     chat_template_kwargs: dict | None = option(
         None, "variables of the chat template as JSON, such as '{\"enable_thinking\": false}'"
     )
+    query_aware: bool | None = option(
+        None, "with --cache, compress the question together with the context (default: the context only)"
+    )
     seed: int = option(0, "random seed of the prompts")
     replies: bool = option(
         True,
@@ -137,6 +140,10 @@ class RetrievalTask(Task):
                 f"{subject.reader.settings()['model']} does not have a generate method. Measure without responses: "
                 "replies=False, or --no-replies."
             )
+        if self.query_aware and getattr(subject.reader, "cache", None) is None:
+            raise ValueError(
+                "query_aware requires a cache for the context. Add --cache, or pass LocalReader(model, cache=...)."
+            )
         if self.chat_template_kwargs and not self.chat_template:
             raise ValueError("chat_template_kwargs requires chat_template. Add --chat-template.")
         frame = chat_frame(subject.tokenizer, self.chat_template_kwargs) if self.chat_template else None
@@ -146,9 +153,14 @@ class RetrievalTask(Task):
         """Return token ids as an int64 array. If an id is not in the model's vocabulary, raise ValueError."""
         return check_token_ids(ids, f"the {name} as the tokenizer encodes it", self.subject.reader.vocab_size)
 
-    def ask(self, prompt: np.ndarray, answer: np.ndarray) -> Ask:
-        """Create the request for a prompt and its correct answer. Each is an array of ids, (n,) int64."""
-        return Ask(prompt, answer, self.replies * (len(answer) + REPLY_MARGIN))
+    def ask(self, prompt: np.ndarray, answer: np.ndarray, context: int) -> Ask:
+        """Create the request for a prompt and its correct answer. Each is an array of ids, (n,) int64.
+
+        The question begins after `context` tokens of the prompt.
+        """
+        if self.query_aware:
+            context = len(prompt) - 1  # the last token predicts the answer, so it must read the compressed cache
+        return Ask(prompt, answer, self.replies * (len(answer) + REPLY_MARGIN), context)
 
     def trial(self, key: Any, tokens: int, questions: int) -> Trial:
         """Create a trial with several questions. `tokens` is the maximum total length of prompt and answer."""

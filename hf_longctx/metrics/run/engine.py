@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from .caches import ContextCache, CountingLayer, cache_bytes, exact_block, full_cache, pressing
 from .model import first_parameter, input_device, text_config
 
 
@@ -54,22 +56,32 @@ class Engine:
         tokens_per_pass: maximum number of tokens in a forward pass, and in the cache of a batch. If the model does
             not support chunked inputs, each input is read in one pass regardless of its length. Default: 512 on a
             CPU, 4096 on other devices.
+        compressed: cache for contexts; see `caches`. Default: the full cache, shared between inputs.
 
     Raises:
-        ValueError: the model is not causal; see `check_causal`.
+        ValueError: the model is not causal (see `check_causal`), or does not support a compressed cache.
 
     Attributes:
         tokens_per_pass: the argument or its default, reduced if memory runs out.
         logits_per_pass: maximum number of logits (positions times vocabulary) per forward pass.
+        accepted: names of arguments that the model's forward accepts; see `accepted_options`.
         reuses_prefixes: whether the model's cache can be extended and cropped.
+        largest: number of tokens and bytes of the largest cache of a context.
     """
 
-    def __init__(self, model: nn.Module, trial: np.ndarray, tokens_per_pass: int | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        trial: np.ndarray,
+        tokens_per_pass: int | None = None,
+        compressed: ContextCache | None = None,
+    ):
+        self.compressed, self.largest = compressed, (0, 0)
         self.model, self.config = model, text_config(model)
         self.device = input_device(model)
         kind = "cpu" if self.device.type == "cpu" else "accelerator"
         self.tokens_per_pass, self.logits_per_pass = tokens_per_pass or TOKENS_PER_PASS[kind], LOGITS_PER_PASS[kind]
-        self._accepted = accepted_options(model)
+        self.accepted = accepted_options(model)
         scalings = [getattr(module, "rope_type", None) for module in model.modules()]
         scalings = [name for kind in scalings for name in (kind.values() if isinstance(kind, dict) else [kind])]
         rope_types = {name for name in scalings if isinstance(name, str)}
@@ -82,8 +94,13 @@ class Engine:
         check_causal(model, trial, logits, lambda ids: self.last_logits(ids, ids.shape[1]))
         # If an input exceeds a length, "dynamic" and "longrope" change all frequencies. Cached keys are then invalid.
         fixed = not self._rescales and "longrope" not in rope_types
-        takes_cache = "use_cache" in self._accepted and not self._accepted.isdisjoint(CACHES)
+        takes_cache = "use_cache" in self.accepted and not self.accepted.isdisjoint(CACHES)
         self.reuses_prefixes = fixed and takes_cache and self._continues_exactly(trial, logits)
+        if compressed and not self.reuses_prefixes:
+            raise ValueError(
+                f"cache={compressed.name} requires a model that continues a cache exactly, got {type(model).__name__}. "
+                "Measure this model without a cache."
+            )
 
     def last_logits(self, ids: np.ndarray, keep: int, cache: Any = None) -> torch.Tensor:
         """Return the logits (B, keep, V) at the last `keep` positions of inputs (B, T), from one forward pass.
@@ -101,7 +118,7 @@ class Engine:
         options: dict[str, Any] = {"use_cache": cache is not None, "logits_to_keep": keep}
         if cache is not None:  # passing None would remove the virtual tokens of a PEFT model
             options |= dict.fromkeys(CACHES, cache)
-        options = {name: value for name, value in options.items() if name in self._accepted}
+        options = {name: value for name, value in options.items() if name in self.accepted}
         output = self.model(torch.from_numpy(ids).to(self.device), **options)
         if not isinstance(output, tuple) and not hasattr(output, "logits"):
             raise TypeError(
@@ -134,8 +151,8 @@ class Engine:
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         """Return the greedy next-token predictions of inputs (R, T); see `reader.Reader.predict`."""
-        if not self.reuses_prefixes:
-            return np.stack([argmax(torch.cat([*self.logits(row, positions)])) for row in inputs])
+        if self.compressed or not self.reuses_prefixes:  # not every compressed cache can be copied or batched
+            return np.stack([np.concatenate([*map(argmax, self.logits(row, positions, prefix))]) for row in inputs])
         best = np.empty((len(inputs), len(positions)), dtype=np.int64)
         batch, rows = max(1, self.tokens_per_pass // inputs.shape[1]), inputs[:, : positions.stop]
         groups: dict[bytes, list[int]] = {}  # indices of the rows with each prefix
@@ -153,22 +170,72 @@ class Engine:
                 best[some] = np.concatenate([*map(argmax, parts)], axis=1)
         return best
 
-    def logits(self, ids: np.ndarray, positions: range) -> Iterator[torch.Tensor]:
-        """Yield the logits at consecutive positions of an input (T,), in chunks (n, V) of n positions."""
+    def logits(self, ids: np.ndarray, positions: range, context: int = 0) -> Iterator[torch.Tensor]:
+        """Yield the logits at consecutive positions of an input (T,), in chunks (n, V) of n positions.
+
+        Args:
+            ids: the input.
+            positions: consecutive positions, from `context` on.
+            context: number of tokens in the context, if the cache is compressed.
+        """
         if self.reuses_prefixes:
-            cache = DynamicCache(config=self.config)
-            yield from (part[0] for part in self.read(ids[None, : positions.stop], cache, len(positions)))
+            context = context if self.compressed else 0
+            cache = self.read_context(ids[:context]) if self.compressed else DynamicCache(config=self.config)
+            yield from (part[0] for part in self.read(ids[None, context : positions.stop], cache, len(positions)))
+            if self.compressed:
+                self.check_length(cache, positions.stop)
+                if not context:
+                    self.largest = max(self.largest, (positions.stop, cache_bytes(cache)))
             return
         self.forget_lengths()
         logits = self.last_logits(ids[None], len(ids) - positions.start)[0, : len(positions)]
         yield from logits.split(max(1, self.logits_per_pass // self.vocab_size))
+
+    def read_context(self, ids: np.ndarray) -> Cache:
+        """Read a context (t,) in one pass, and return its compressed cache. An empty context gives an empty cache.
+
+        Raises:
+            UnsupportedInput: a press does not support the length of the context, or does not drop any keys.
+            ValueError: the model does not support the cache.
+        """
+        assert self.compressed is not None
+        name, press = self.compressed.name, self.compressed.press
+        try:
+            cache: Any = self.compressed.create(self.model)
+            if ids.size:
+                with pressing(press, self.model, cache):
+                    self.last_logits(ids[None], 1, cache)
+            if hasattr(cache, "prune"):  # otherwise, a `PrunedCache` drops keys before the next pass
+                cache.prune()
+            self.check_length(cache, ids.size)
+        except AssertionError as error:  # kvpress checks lengths with assertions
+            raise UnsupportedInput(f"{name} does not support a context of {ids.size} tokens: {error}") from error
+        except (TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"cache={name} does not support {type(self.model).__name__}: {error}.") from error
+        dropped = any(isinstance(layer, CountingLayer) and layer.kept < layer.seen for layer in cache.layers)
+        if press is not None and not dropped:
+            raise UnsupportedInput(f"{name} did not drop any keys from a context of {ids.size} tokens")
+        self.largest = max(self.largest, (ids.size, cache_bytes(cache)))
+        return cache
+
+    def check_length(self, cache: Cache, tokens: int) -> None:
+        """Raise ValueError if a cache does not report the number of tokens that it has seen.
+
+        The model derives positions from this number. A cache that drops tokens must count them.
+        """
+        assert self.compressed is not None
+        if cache.get_seq_length() != tokens:
+            raise ValueError(
+                f"cache={self.compressed.name} must report the number of tokens that it has seen, got "
+                f"{cache.get_seq_length()} after {tokens} tokens. Override its get_seq_length."
+            )
 
     def forget_lengths(self) -> None:
         """Reset the scaling of dynamic RoPE. Otherwise, the scaling of an earlier, longer input may remain."""
         if self._rescales:
             self.last_logits(self._first_id, 1)
 
-    def read(self, ids: np.ndarray, cache: DynamicCache, scored: int) -> Iterator[torch.Tensor]:
+    def read(self, ids: np.ndarray, cache: Cache, scored: int) -> Iterator[torch.Tensor]:
         """Read ids (B, t) after the cached tokens, in chunks of at most `tokens_per_pass` tokens. Extend the cache.
 
         Yields:
@@ -177,9 +244,11 @@ class Engine:
         length, unscored, start = ids.shape[1], ids.shape[1] - scored, 0
         step = max(1, self.tokens_per_pass // len(ids))
         rows = max(1, self.logits_per_pass // (len(ids) * self.vocab_size))
+        changes = self.compressed and self.compressed.create is not full_cache
         while start < length:
             first = max(start, unscored)
-            stop = min(start + step, length, first + rows)
+            block = exact_block(cache) if changes else math.inf
+            stop = min(start + step, length, first + rows, length if block == math.inf else start + int(block))
             logits = self.last_logits(ids[:, start:stop], max(stop - first, 1), cache=cache)
             if stop > first:
                 yield logits

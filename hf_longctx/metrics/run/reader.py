@@ -7,6 +7,7 @@ This file defines the base class `Reader`, and `LocalReader` for a PyTorch model
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..checks import public_name
-from .engine import Engine
+from .caches import ContextCache, attention_restored, context_cache, fingerprint, requested_cache
+from .engine import CACHES, Engine
 from .model import (
     check_decoder,
     first_parameter,
@@ -28,6 +30,12 @@ from .model import (
     text_config,
     vocabulary_size,
     weights_hash,
+)
+
+
+IGNORED = (
+    'the generation config asks for a cache ("{}") that is not measured: the result is that of the full cache. To measure '
+    'a compressed cache, pass its name, such as --cache quantized:4 or LocalReader(model, cache="quantized:4").'
 )
 
 
@@ -41,6 +49,8 @@ class Reader:
         device: device of the model, such as "cuda:0"; None if unknown.
         can_reply: whether the model supports `reply`.
         is_distributed: whether the model is sharded over processes. All processes must then read the same inputs.
+        cache: cache for contexts; see `caches`. None for the full cache.
+        largest_cache: number of tokens and bytes of the largest cache of a context so far; None if unknown.
         configs: transformers configs that may set special ids. The first config that sets an id takes precedence.
     """
 
@@ -50,6 +60,8 @@ class Reader:
     device: str | None = None
     can_reply: bool = True
     is_distributed: bool = False
+    cache: ContextCache | None = None
+    largest_cache: tuple[int, int] | None = None
     configs: Sequence[Any] = ()
 
     def settings(self) -> dict[str, Any]:
@@ -93,13 +105,16 @@ class Reader:
         """
         raise NotImplementedError
 
-    def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
+    def score(
+        self, ids: np.ndarray, targets: np.ndarray, positions: range, context: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the log-probabilities of the tokens that follow some positions of an input.
 
         Args:
             ids: input ids, (T,) int64.
             targets: the token after each position, (len(positions),) int64.
             positions: consecutive input positions, ascending, up to T - 1.
+            context: number of input tokens to read before the cache is compressed. Only passed if `cache` is set.
 
         Returns:
             the log-probability of each target (nats, float64), and the most likely id at each position (int64).
@@ -109,8 +124,8 @@ class Reader:
         """
         raise NotImplementedError
 
-    def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any) -> str:
-        """Return the greedy response to a prompt (T,) int64, with at most `tokens` tokens."""
+    def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any, context: int = 0) -> str:
+        """Return the greedy response to a prompt (T,) int64, with at most `tokens` tokens. See `score`."""
         raise NotImplementedError
 
 
@@ -136,12 +151,18 @@ class LocalReader(Reader):
 
     The output of `forward(input_ids)` has an attribute `logits` (B, T, V), or is a tuple that begins with the logits.
 
+    Args:
+        model: a causal language model.
+        cache: cache for contexts: a name such as "quantized:4", or a function that creates a `Cache` for the model;
+            see `caches.context_cache`. Default: the full cache.
+
     Raises:
-        ValueError: the model is an encoder-decoder. (The first forward pass checks whether the model is causal.)
+        ValueError: the model is an encoder-decoder, or the cache is invalid. (The first forward pass checks whether
+            the model is causal.)
     """
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, cache: Any = None):
+        self.model, self.cache = model, None if cache is None else context_cache(cache)
         self.config = text_config(model)
         check_decoder(self.config)
         self.configs = self.config, getattr(model, "generation_config", None)
@@ -152,17 +173,23 @@ class LocalReader(Reader):
         self.can_reply = hasattr(model, "generate")
         # tensor parallelism and FSDP store parameters as DTensors
         self.is_distributed = any(hasattr(p, "full_tensor") for p in model.parameters())
+        self.ignored_cache = requested_cache(model) if self.cache is None else None
+        if self.ignored_cache is not None:
+            warnings.warn(IGNORED.format(self.ignored_cache), stacklevel=2)
 
     def settings(self) -> dict[str, Any]:
         return {
             "model": public_name(getattr(self.model.config, "_name_or_path", None) or type(self.model).__name__),
             "dtype": str(first_parameter(self.model).dtype).removeprefix("torch."),
             "attention": getattr(self.config, "_attn_implementation", None),
+            **({} if self.cache is None else {"cache": self.cache.name}),
+            **({} if self.ignored_cache is None else {"ignored_cache": self.ignored_cache}),
         }
 
     def identity(self) -> dict[str, str]:
         revision = getattr(self.model.config, "_commit_hash", None)  # only set for a model from the Hub
-        return {"weights_sha256": weights_hash(self.model)} | ({"revision": revision} if revision else {})
+        cache = {} if self.cache is None else {"cache_sha256": fingerprint(self.cache, self.model)}
+        return {"weights_sha256": weights_hash(self.model)} | ({"revision": revision} if revision else {}) | cache
 
     @contextmanager
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> Iterator[None]:
@@ -171,7 +198,7 @@ class LocalReader(Reader):
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), attention_restored(self.model):
                 yield
         finally:
             for module in training:
@@ -181,24 +208,34 @@ class LocalReader(Reader):
     @cached_property
     def engine(self) -> Engine:
         """The engine. It is created on first use, because its constructor runs the model."""
-        return Engine(self.model, *self._engine_arguments)
+        return Engine(self.model, *self._engine_arguments, self.cache)
+
+    @property
+    def largest_cache(self):
+        return self.engine.largest if self.cache and "engine" in self.__dict__ else None
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         return self.engine.with_less_memory(self.engine.predict, inputs, prefix, positions)
 
-    def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
-        return self.engine.with_less_memory(self._score, ids, targets, positions)
+    def score(
+        self, ids: np.ndarray, targets: np.ndarray, positions: range, context: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return self.engine.with_less_memory(self._score, ids, targets, positions, context)
 
-    def _score(self, ids, targets, positions):
+    def _score(self, ids, targets, positions, context):
         log_probs, best = [], []
-        for logits in self.engine.logits(ids, positions):  # (n, V) for the next n positions
+        for logits in self.engine.logits(ids, positions, context):  # (n, V) for the next n positions
             labels = torch.from_numpy(targets[len(best) :][: len(logits)]).to(logits.device)
             log_probs += (-F.cross_entropy(logits.float(), labels, reduction="none")).tolist()
             best += logits.argmax(-1).tolist()
         return np.array(log_probs), np.array(best)
 
-    def reply(self, prompt: np.ndarray, tokens: int, tokenizer) -> str:
+    def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any, context: int = 0) -> str:
         self.engine.forget_lengths()
+        # `generate` must use our cache, whatever cache the generation config asks for
+        options: dict[str, Any] = {} if self.ignored_cache is None else {"cache_implementation": None}
+        if self.cache is not None:
+            options = {"cache_implementation": None, "use_cache": True} | self._prefilled(prompt, context)
         ids = torch.from_numpy(prompt)[None].to(self.engine.device)
         pad = getattr(self.model.generation_config, "pad_token_id", None)
         generate: Any = self.model.generate
@@ -211,8 +248,15 @@ class LocalReader(Reader):
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
             pad_token_id=0 if pad is None else pad,  # any id works, because a single sequence is not padded
+            **options,
         )
         return tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
+
+    def _prefilled(self, prompt, context):
+        """Return the compressed cache of all tokens of a prompt but the last, as an argument of `generate`."""
+        cache = self.engine.read_context(prompt[:context])
+        [*self.engine.read(prompt[None, context:-1], cache, 0)]
+        return {name: cache for name in CACHES if name in self.engine.accepted}
 
 
 class UnloadedModel(Reader):
@@ -221,10 +265,11 @@ class UnloadedModel(Reader):
     Args:
         config: config of the language model.
         name: name of the model.
+        cache: cache for contexts, or None.
     """
 
-    def __init__(self, config: Any, name: str):
-        self.configs, self.name = [config], name
+    def __init__(self, config: Any, name: str, cache: ContextCache | None = None):
+        self.configs, self.name, self.cache = [config], name, cache
         self.vocab_size = getattr(config, "vocab_size", None) or math.inf
         self.claimed_context = getattr(config, "max_position_embeddings", None)
 

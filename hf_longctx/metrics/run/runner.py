@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from .reader import Reader
 
 
 BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # the bar advances by the cost of a trial
+LARGEST_CACHE = "largest cache"  # begins the keys of journal entries about caches
 OVERFLOW = "A common cause is float16 overflow: load the model in torch.bfloat16 or torch.float32."
 VERSIONS = {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
@@ -82,7 +84,8 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     options: dict[str, Any] = dict(total=0, smoothing=0, disable=not run.progress or rank > 0)
     with Journal(path, settings) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
         failure = read_all(task, run, journal, bar, rank)
-    outcome = result_of(task, scores_of(journal.done), depends_on | labels | facts(reader, run), failure)
+    known = depends_on | labels | facts(reader, run) | cache_facts(journal)
+    outcome = result_of(task, scores_of(journal.done), known, failure)
     if failure is None and not outcome.scores:  # raises ValueError: all inputs are too long
         reasons = [*dict.fromkeys(outcome.missing.values())]
         kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else UnsupportedInput
@@ -116,7 +119,9 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
                     for trial in trials:
                         if trial.key in mine:
                             bar.set_postfix_str(f"{trial.tokens:,} tokens")
-                            journal.append(trial.key, measure_one(task, trial))
+                            score = measure_one(task, trial)
+                            record_cache(journal, getattr(reader, "largest_cache", None))
+                            journal.append(trial.key, score)
                             bar.update(costs[trial.key])
                 except Exception as error:
                     failure = error
@@ -127,6 +132,24 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
     except BaseException as error:
         failure = error
     return failure
+
+
+def record_cache(journal: Journal, cache: tuple[int, int] | None) -> None:
+    """Add the number of tokens and bytes of a cache to the journal, if it is the largest so far.
+
+    Resumed runs and other processes thus know the largest cache. The entry is not a trial.
+    """
+    if cache is not None and (LARGEST_CACHE, *cache) > max(cache_entries(journal), default=(LARGEST_CACHE, 0, 0)):
+        journal.append((LARGEST_CACHE, *cache), None)
+
+
+def cache_entries(journal: Journal) -> list[tuple[str, int, int]]:
+    return [key for key in journal.done if isinstance(key, tuple) and key[0] == LARGEST_CACHE]
+
+
+def cache_facts(journal: Journal) -> dict[str, int]:
+    """Return the number of tokens and bytes of the largest cache as settings. Return {} if no cache was measured."""
+    return dict(zip(("cache_tokens", "cache_bytes"), max(cache_entries(journal), default=("",))[1:]))
 
 
 def scores_of(entries: dict[Key, Any]) -> dict[Key, Any]:
@@ -190,20 +213,24 @@ def answer(reader: Reader, request: Request, tokenizer: Any) -> Any:
     if isinstance(request, Score):
         return score(reader, request.ids, request.first)[0]
     ids = np.concatenate([request.prompt, request.answer])
-    log_probs, best = score(reader, ids, len(request.prompt), finite=False)
+    context = {"context": request.context} if getattr(reader, "cache", None) else {}
+    log_probs, best = score(reader, ids, len(request.prompt), finite=False, **context)
     exact, reply = bool((best == request.answer).all()), None
     if request.reply:
-        reply = tokenizer.decode(request.answer) if exact else reader.reply(request.prompt, request.reply, tokenizer)
+        say = partial(reader.reply, request.prompt, request.reply, tokenizer, **context)
+        reply = tokenizer.decode(request.answer) if exact else say()
     return Answered(float(max(log_probs.sum(), -1e9)), exact, reply)  # JSON does not support infinity
 
 
-def score(reader: Reader, ids: np.ndarray, first: int, finite: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def score(
+    reader: Reader, ids: np.ndarray, first: int, finite: bool = True, **context: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the log-probabilities of ids[first:], and the most likely ids at their positions.
 
     Raises:
         NotFinite: a log-probability is NaN. If `finite` is True, infinite values also raise this error.
     """
-    log_probs, best = reader.score(ids[:-1], ids[first:], range(first - 1, len(ids) - 1))
+    log_probs, best = reader.score(ids[:-1], ids[first:], range(first - 1, len(ids) - 1), **context)
     bad = np.flatnonzero(~np.isfinite(log_probs) if finite else np.isnan(log_probs))
     if len(bad):
         raise NotFinite(

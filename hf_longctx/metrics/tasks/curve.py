@@ -90,7 +90,12 @@ class ForgettingCurve(TaskResult):
     @cached_property
     def points(self) -> tuple[CurvePoint, ...]:
         """The points of the curve, in ascending order of length."""
-        return tuple(CurvePoint(n, s["copy"], s["LM"], s.get("begins")) for n, s in self.scores.items())
+        return tuple(CurvePoint(n, s["copy"], s["LM"], s.get("begins"), self.whole) for n, s in self.scores.items())
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens of a passage are scored instead of its second half, because a cache is measured."""
+        return self.settings.get("cache") is not None
 
     @property
     def not_measured(self) -> dict[int, str]:
@@ -162,6 +167,11 @@ class ForgettingCurve(TaskResult):
         settings = self.settings, other.settings
         if any(s.get("protocol") == "adaptive" for s in settings):
             return "the adaptive protocol stops where the lengths of one model are significant; measure both with the reference protocol"
+        if self.whole != other.whole:
+            return (
+                "one result scores all tokens of a passage, and the other result its second half. Measure the full "
+                'cache with --cache full, or cache="full"'
+            )
         random = [s.get("data_type") == "random" for s in settings]
         if not any(random) and any("corpus_sha256" not in s for s in settings):
             return "a corpus without a hash may be a different corpus"
@@ -179,7 +189,10 @@ class ForgettingCurve(TaskResult):
         few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != self.points[0].length
         advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
         passages = f"{self.repeats_in_words.replace('repeat', 'passage')} at {span([p.length for p in self.points])}"
-        return f"{self.copies_in_words()} {self.exact_in_words()} Measured with {passages}{advice}{self.shortage}"
+        scored = ", all tokens scored" * self.whole
+        return (
+            f"{self.copies_in_words()} {self.exact_in_words()} Measured with {passages}{scored}{advice}{self.shortage}"
+        )
 
     def copies_in_words(self) -> str:
         """Return a sentence with the coarse length, its 95 % CI, and the copy accuracy at this length."""
@@ -217,7 +230,11 @@ class ForgettingCurve(TaskResult):
         )
 
     def explanation(self) -> str:
-        return (
+        scored = (
+            "Because a cache is measured, all tokens of a passage are scored. A forgetting curve of the model itself "
+            "scores the second half. "
+        )
+        return scored * self.whole + (
             "The copy accuracy is measured on a passage that the model has read before. The LM accuracy is measured on the "
             "same passage after an unrelated passage. The fine length is the longest length (in tokens) at which the model "
             "copies the typical passage with an accuracy above 99 %. The typical passage stands for more than half of all "
@@ -234,7 +251,7 @@ class ForgettingCurve(TaskResult):
         if not self.points:
             return []
         names = {"fine": "fine memory length of the typical passage", "coarse": "coarse memory length"}
-        sample = f"{plural(len(self.points), 'length')}, {self.repeats_in_words}"
+        sample = f"{plural(len(self.points), 'length')}, {self.repeats_in_words}{', all tokens scored' * self.whole}"
         numbers = []
         for method, name in names.items():
             interval, paper = self.interval(method), self.memory_lengths[f"{method}_max"]
@@ -289,7 +306,8 @@ class Curve(Task):
 
     The model reads two inputs. In `[bos] S [bos] S [eos]`, a passage S occurs twice. In `[bos] I [bos] S [eos]`, S
     follows an unrelated passage I. In both inputs, we count the correct greedy predictions in the second half of the
-    last S. Each length has `repeats` passages. An input has 2n + 3 tokens at length n.
+    last S. With --cache, we count them in all of the last S. Each length has `repeats` passages. An input has 2n + 3
+    tokens at length n.
 
     The copy accuracy is the accuracy in the first input. The fine length is the longest length with a copy accuracy
     above 99 %. The coarse length is the longest length with a copy accuracy at least one percentage point above the
@@ -382,7 +400,7 @@ class Curve(Task):
             )
             samples = random_samples((id_range[0], id_range[1]), *drawing, skip=skip | {subject.bos, subject.eos})
             self.fill(id_range=id_range, skipped=skip)
-        self.fill(lengths=lengths, samples=samples)
+        self.fill(lengths=lengths, samples=samples, whole=getattr(subject.reader, "cache", None) is not None)
 
     def choose_lengths(self) -> list[int]:
         """Return the lengths to measure: the option `lengths`, the preset, or a grid."""
@@ -447,7 +465,7 @@ class Curve(Task):
             if None in parts.values():
                 raise Pending
             ((_, point),) = joined(parts).items()
-            return CurvePoint(length, point["copy"], point["LM"], point.get("begins"))
+            return CurvePoint(length, point["copy"], point["LM"], point.get("begins"), self.whole)
 
         lengths = [length for length in self.samples if length < too_long]
         with suppress(Pending):  # repeats the search from the start, up to the first unknown score
@@ -464,7 +482,7 @@ class Curve(Task):
         samples, subject = self.samples[length][first:stop], self.subject
         inputs = (model_inputs(kind, samples, subject.bos, subject.eos) for kind in ("copy", "LM"))
         # inputs with the same first passage share a prefix, so the prefix is read once
-        return [Predict(rows, 1 + length, scored_logits(length)) for rows in inputs]
+        return [Predict(rows, 1 + length, scored_logits(length, self.whole)) for rows in inputs]
 
     def score(self, key, responses):
         length, first, stop = key

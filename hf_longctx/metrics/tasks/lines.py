@@ -190,7 +190,14 @@ class Lines(RetrievalTask):
         ]
 
     def requests(self, n):
-        return [self.ask(prompt, answer) for _, prompt, answer in self.questions[n]]
+        return [self.ask(prompt, answer, self.context(record)) for record, prompt, answer in self.questions[n]]
+
+    def context(self, record: Record) -> int:
+        """Return the number of prompt tokens before the question."""
+        prompt = record_prompt(record, self.frame)
+        before = prompt[: prompt.index(record.text) + len(record.text)]
+        ids, _ = split_encoding(self.subject.encode, before, prompt.removeprefix(before))
+        return len(ids) + (self.frame is None)  # without a chat template, a prompt begins with BOS
 
     def score(self, n, responses):
         records, prompts, right = zip(*self.questions[n])

@@ -261,6 +261,12 @@ class Loss(Task):
     starts: list[int] | None = option(None, "start of each sequence in the corpus, in tokens", least=0, selects=True)
 
     def prepare(self):
+        cache = getattr(self.subject.reader, "cache", None)
+        if cache is not None and cache.press is not None:
+            raise ValueError(
+                f"cache={cache.name} compresses a context once, but a loss does not have a context. Measure curve, needle or "
+                "lines, or use a cache that compresses itself, such as quantized:4 or window:1024."
+            )
         text, length, starts = len(self.subject.text), self.context_length, self.starts
         length = min(self.subject.context, text) if length is None else length
         if starts is None:

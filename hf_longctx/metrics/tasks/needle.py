@@ -209,7 +209,8 @@ class Needle(RetrievalTask):
         return hide_needle(haystack, at, self.pieces), len(self.pieces.bos) + at
 
     def requests(self, key):
-        return [self.ask(self.prompt(*key, begin)[0], self.pieces.answer) for begin in self.begins[key]]
+        prompts = [self.prompt(*key, begin)[0] for begin in self.begins[key]]
+        return [self.ask(prompt, self.pieces.answer, len(prompt) - len(self.pieces.question)) for prompt in prompts]
 
     def score(self, key, responses):
         matches, tokens = partial(contains_text, expected=self.words.answer), len(self.pieces.answer)
