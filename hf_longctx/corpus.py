@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from huggingface_hub import HfApi, is_offline_mode
 
+from .tokenization import encode_text
+
 
 PG19 = "emozilla/pg19"  # `datasets` no longer runs loading scripts, such as deepmind/pg19
 STDLIB = "stdlib"
@@ -62,6 +64,8 @@ def split_mixture(data: str) -> list[tuple[str, float | None]]:
 def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | None = None) -> Corpus:
     """Read a corpus as token ids. Each document is tokenized separately, without special tokens.
 
+    Special tokens that a document contains literally, such as `</s>`, are split; see `encode_text`.
+
     Args:
         tokenizer: a transformers tokenizer.
         source: as for `load_text`. Default: PG-19 if the Hub responds within seconds, else `stdlib_text`.
@@ -74,7 +78,7 @@ def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | No
     name, documents = open_source(source)
     parts, count = [], 0
     for document in documents:
-        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = encode_text(tokenizer, document)
         parts.append(np.asarray(ids, dtype=np.int64))
         count += len(ids)
         if at_least is not None and count >= at_least:

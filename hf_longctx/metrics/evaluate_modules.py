@@ -20,6 +20,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ..tokenization import encode_text
 from .checks import as_int
 from .curve.lengths import METHODS, CurvePoint
 from .curve.protocol import scored_tokens
@@ -193,7 +194,7 @@ def measure_curve(
             raise ValueError(
                 f"tokenizer must be a tokenizer or the name of a tokenizer, got {tokenizer!r}. Pass the model's tokenizer."
             )
-        corpus = tokenizer(read_text(corpus), add_special_tokens=False, verbose=False)["input_ids"]
+        corpus = encode_text(tokenizer, read_text(corpus))
     return curve_result(forgetting_curve(model, corpus, tokenizer=tokenizer, run=run, **options))
 
 

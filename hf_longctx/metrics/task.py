@@ -12,11 +12,13 @@ import dataclasses
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from ..tokenization import encode_text, tokenizer_hash
 from .checks import as_int, check_token_ids, public_name
 from .result import Result
 from .run.journal import content_hash
@@ -262,17 +264,38 @@ class Subject:
         return self.tokens
 
     def encode(self, text: str) -> list[int]:
-        """Encode a string without special tokens."""
+        """Encode a string without special tokens; see `tokenization.encode_text`."""
+        return encode_text(self.check_tokenizer(), text)
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Encode a part of a rendered chat template, including its special tokens."""
+        return self.check_tokenizer()(text, add_special_tokens=False, split_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
+
+    def check_tokenizer(self) -> Any:
+        """Return the tokenizer. If it is missing or a name, raise ValueError."""
         if not callable(self.tokenizer):
             raise ValueError(f"tokenizer must be the tokenizer of the model, got {self.tokenizer!r}.")
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self.tokenizer
+
+    @cached_property
+    def tokenizer_hash(self) -> str | None:
+        """The hash of the tokenizer; None if it is unknown. See `tokenization.tokenizer_hash`."""
+        return tokenizer_hash(self.tokenizer)
 
     def settings(self, reads_text: bool) -> dict[str, Any]:
         """Return settings that describe the model, tokenizer, special ids and corpus, for a result."""
         settings = self.reader.settings() | {"tokenizer": self.tokenizer_name}
         settings |= {"bos_token_id": self.bos, "eos_token_id": self.eos}
+        if self.tokenizer_hash is not None:
+            settings["tokenizer_sha256"] = self.tokenizer_hash
         if reads_text:
             settings |= {"corpus_tokens": len(self.text), "corpus_sha256": content_hash(self.text)}
+            if hasattr(self.tokenizer, "decode"):  # bytes are comparable between models with different tokenizers
+                sample = self.text[:10_000].tolist()
+                text = self.tokenizer.decode(sample, clean_up_tokenization_spaces=False)
+                settings["bytes_per_token"] = round(len(text.encode()) / len(sample), 2)
         return settings
 
 
@@ -489,6 +512,20 @@ class TaskResult(Result):
         names = (*self.same_texts, *more)
         names = [name for name in names if self.settings.get(name) != other.settings.get(name)]
         return f"they differ in {', '.join(names)}" if names else None
+
+    def same_tokens(self, other: TaskResult) -> bool:
+        """Return whether a token of this result is a token of another result: the tokenizers or corpora have one hash.
+
+        A name is not evidence: folders of different tokenizers often have the same name. If both results are about
+        random ids, and neither used a tokenizer, the tokens are the ids.
+        """
+        settings = self.settings, other.settings
+        for name in ("tokenizer_sha256", "corpus_sha256"):
+            one, two = (s.get(name) for s in settings)
+            if one is not None and one == two:
+                return True
+        random = all(s.get("data_type") == "random" for s in settings)
+        return random and not any(s.get("tokenizer") or s.get("tokenizer_sha256") for s in settings)
 
     def extent(self) -> dict[str, str]:
         """Return sample sizes, keyed by name. Comparisons report the sizes that differ between models."""

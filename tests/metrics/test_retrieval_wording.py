@@ -101,6 +101,21 @@ def test_models_read_the_chat(tokenizer):
     assert needle.cells[0].answers[0].tokens == len(tokenizer("Alm.", add_special_tokens=False)["input_ids"])
 
 
+def test_special_tokens_are_text_unless_a_template_writes_them(tokenizer, monkeypatch):
+    """`</s>` ends a turn of this template; in a needle it is three characters."""
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT.replace("</turn>", "</s>"))
+    read, model, tokens = [], Copier(9, vocab_size=len(tokenizer)), tokenizer("One day. " * 200)["input_ids"][1:]
+    model.register_forward_pre_hook(lambda _, args: read.append(args[0][0].tolist()))
+    options = dict(lengths=[300], depths=[0.5], replies=False)
+    chat = needle_in_a_haystack(model, tokenizer, tokens, **options, **COW, chat_template=True)
+    assert chat.cells and read[-1].count(tokenizer.eos_token_id) == 1
+    sgml = {name: text.replace("Berta", "</s>") for name, text in COW.items()}
+    plain = needle_in_a_haystack(model, tokenizer, tokens, **options, **sgml)
+    assert plain.cells and tokenizer.eos_token_id not in read[-1] and "</s> steht" in tokenizer.decode(read[-1])
+    with pytest.raises(ValueError, match="needle must not contain special tokens"):
+        needle_in_a_haystack(model, tokenizer, tokens, **options, **sgml, chat_template=True)
+
+
 THINKING = CHAT + "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
 
 

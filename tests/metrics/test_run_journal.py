@@ -4,10 +4,12 @@ import json
 import os
 
 import pytest
+from demo_model import DEMO
 from tiny_models import CORPUS, tiny_llama
+from transformers import AutoTokenizer
 
 from hf_longctx.metrics import Run, position_loss
-from hf_longctx.metrics.run.journal import Journal
+from hf_longctx.metrics.run.journal import Journal, OtherRun
 
 
 SETTINGS = {"model": "tiny", "seed": 3, "lengths": (8, 16)}
@@ -98,3 +100,15 @@ def test_names_in_the_settings_do_not_change_the_journal(tmp_path):
     again = position_loss(model, CORPUS, context_length=9, run=run, corpus_name="b", train_length=64)
     assert first.loss == again.loss
     assert (first.settings["corpus"], again.settings["corpus"], again.settings["train_length"]) == ("a", "b", 64)
+
+
+def test_a_tokenizer_of_the_same_name_is_another_run(tmp_path):
+    """`--output_dir run1/model` and `run2/model`: the folders' last names are equal."""
+    path, model = tmp_path / "journal", tiny_llama()
+    first, second = (AutoTokenizer.from_pretrained(DEMO) for _ in range(2))
+    second.add_tokens(["foxes"])
+    options = dict(context_length=4, sequences=2, run=Run(path))
+    result = position_loss(model, CORPUS, tokenizer=first, **options)
+    assert position_loss(model, CORPUS, tokenizer=first, **options).scores == result.scores
+    with pytest.raises(OtherRun, match="tokenizer_sha256 is"):
+        position_loss(model, CORPUS, tokenizer=second, **options)

@@ -114,6 +114,7 @@ class RetrievalTask(Task):
 
     Attributes:
         frame: chat prompt around the user message; None without a chat template.
+        encode: function that encodes a part of a prompt. With a chat template, it encodes special tokens as such.
         opened: marker at the end of the chat prompt that opens the model's thinking; see `opened_thought`.
     """
 
@@ -147,7 +148,8 @@ class RetrievalTask(Task):
         if self.chat_template_kwargs and not self.chat_template:
             raise ValueError("chat_template_kwargs requires chat_template. Add --chat-template.")
         frame = chat_frame(subject.tokenizer, self.chat_template_kwargs) if self.chat_template else None
-        self.fill(frame=frame, opened=opened_thought(frame.tail if frame else ""))
+        encode = subject.encode if frame is None else subject.encode_chat
+        self.fill(frame=frame, encode=encode, opened=opened_thought(frame.tail if frame else ""))
 
     def check_ids(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return token ids as an int64 array. If an id is not in the model's vocabulary, raise ValueError."""

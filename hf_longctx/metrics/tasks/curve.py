@@ -175,7 +175,10 @@ class ForgettingCurve(TaskResult):
         random = [s.get("data_type") == "random" for s in settings]
         if not any(random) and any("corpus_sha256" not in s for s in settings):
             return "a corpus without a hash may be a different corpus"
-        return super().unlike(other, *RANDOM_TEXTS * all(random))
+        reason = super().unlike(other, *RANDOM_TEXTS * all(random))
+        if reason is None and not self.same_tokens(other):
+            return "the same random ids are different tokens, unless the tokenizers have the same hash"
+        return reason
 
     def extent(self):
         return {
@@ -435,18 +438,12 @@ class Curve(Task):
         return [low, high]
 
     def facts(self):
-        facts, tokenizer = {}, self.subject.tokenizer
         if not self.uses_text():
             if self.skipped:
-                facts = {"skipped_ids": len(self.skipped), "skipped_sha256": content_hash(sorted(self.skipped))}
-            return facts
-        if self.irrelevant is not None:
-            facts |= {"irrelevant_tokens": len(self.irrelevant), "irrelevant_sha256": content_hash(self.irrelevant)}
-        if hasattr(tokenizer, "decode"):  # bytes are comparable between models with different tokenizers
-            sample = self.subject.text[:10_000].tolist()
-            text = tokenizer.decode(sample, clean_up_tokenization_spaces=False)
-            facts["bytes_per_token"] = round(len(text.encode()) / len(sample), 2)
-        return facts
+                return {"skipped_ids": len(self.skipped), "skipped_sha256": content_hash(sorted(self.skipped))}
+        elif self.irrelevant is not None:
+            return {"irrelevant_tokens": len(self.irrelevant), "irrelevant_sha256": content_hash(self.irrelevant)}
+        return {}
 
     def trials(self, scores):
         if self.protocol == "reference":

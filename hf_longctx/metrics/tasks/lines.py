@@ -171,10 +171,14 @@ class Lines(RetrievalTask):
             raise ValueError(f"{limit} tokens are too few for a record of {lines[0]} lines. Raise the context length.")
         self.fill(lines=lines, questions={n: [self.draw(n, i) for i in range(self.repeats)] for n in lines})
 
+    def facts(self):
+        text = draw_record(20, seed=0, repeat=0).text  # always the same record, so that a journal accepts more sizes
+        return {"bytes_per_token": round(len(text.encode()) / len(self.subject.encode(text)), 2)}
+
     def draw(self, n: int, repeat: int) -> tuple[Record, np.ndarray, np.ndarray]:
         """Draw the record of a repeat. Return the record, the ids of the prompt, and the ids of the answer."""
         record, subject = draw_record(n, self.seed, repeat), self.subject
-        prompt, answer = split_encoding(subject.encode, record_prompt(record, self.frame), record.answer)
+        prompt, answer = split_encoding(self.encode, record_prompt(record, self.frame), record.answer)
         prompt = self.check_ids("record", [*([] if self.frame else [subject.bos]), *prompt])
         if len(set(prompt[1:].tolist())) < 2:
             raise ValueError(

@@ -172,7 +172,13 @@ class Needle(RetrievalTask):
     def prepare(self):
         super().prepare()
         subject = self.subject
-        pieces = needle_pieces(subject.encode, subject.bos, self.words, self.frame)
+        for name, text in zip(self.words._fields, self.words) if self.frame else ():
+            if not set(subject.tokenizer.all_special_ids).isdisjoint(self.encode(text)):
+                raise ValueError(
+                    f"{name} must not contain special tokens of the tokenizer, got {text.strip()!r}. With a chat "
+                    "template, they would end the message. Reword it, or measure without --chat-template."
+                )
+        pieces = needle_pieces(self.encode, subject.bos, self.words, self.frame)
         for piece, ids in zip(pieces._fields, pieces):
             self.check_ids(piece, ids)
         lengths = self.lengths
