@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from examples import answers, curve
+from examples import answers, curve, step_curve
 
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
@@ -96,8 +96,9 @@ def test_losses_of_several_lengths_are_named(tmp_path, words):
 
 def test_each_model_is_tested_against_the_first(tmp_path):
     settings = {"lengths": (400, 800), "repeats": 8, "data_type": "order", "corpus_sha256": "ab"}
+    settings |= {"tokenizer_sha256": "12"}
     curves = {"a": curve(0.5, 0.5, **settings), "b": curve(1, 1, **settings)}
-    text = compare(curves | {"other": curve(1, 1, lengths=(400, 800))}, tmp_path / "x.md")
+    text = compare(curves | {"other": curve(1, 1, lengths=(400, 800), tokenizer_sha256="12")}, tmp_path / "x.md")
     assert text.startswith("b copies further than a: its fine length is larger, significant. ")
     assert "| tokens | a | b | difference | 95 % CI | p | p (Holm) | pairs |" in text
     assert "| 400 | 50.0% | 100.0% | +50.0% | +49.9% to +50.1% | 0.0078 | 0.016 | 8 |" in text
@@ -120,8 +121,108 @@ def test_two_tokenizers_are_compared_in_bytes(tmp_path):
     small, large, both = measured("a", 2.0, 256), measured("b", 4.5, 256), measured("b", 4.5, 1000)
     text = compare({"small": small, "large": large}, tmp_path / "x.md")
     assert text.startswith("large copies further than small: its fine length is larger in bytes, significant.")
+    assert "| 95 % CI | 95 % CI in bytes | tested |" in text and "| fine in bytes | coarse in bytes |" in text
     text = compare({"a": both, "b": measured("a", 2.0, 1000)}, tmp_path / "x.md")
-    assert text.startswith("Neither a nor b copies significantly further than the other.")
+    assert text.startswith(
+        "Neither a nor b copies significantly further than the other. Both copied the longest length: measure longer ones. "
+        "Fine length in bytes (95 % CI): a at least 1,152, b at least 512. "
+    )
+
+
+SAME_NAME = {"tokenizer": "model", "data_type": "order"}
+
+
+@pytest.mark.parametrize(
+    "one, other, words",
+    [
+        (
+            {"tokenizer_sha256": "12"},
+            {"tokenizer_sha256": "34"},
+            "b copies further than a: its fine length is larger in bytes",
+        ),
+        (
+            {"corpus_sha256": "ab"},
+            {"corpus_sha256": "cd"},
+            "b copies further than a: its fine length is larger in bytes",
+        ),
+        ({}, {}, "b copies further than a: its fine length is larger in bytes"),
+        ({"tokenizer_sha256": "12"}, {}, "b copies further than a: its fine length is larger in bytes"),
+        (
+            {"tokenizer_sha256": "12"},
+            {"tokenizer_sha256": "12"},
+            "a copies further than b: its fine length is larger, ",
+        ),
+        ({"corpus_sha256": "ab"}, {"corpus_sha256": "ab"}, "a copies further than b: its fine length is larger, "),
+    ],
+    ids=lambda value: "-".join(value.values()) or "none" if isinstance(value, dict) else "",
+)
+def test_a_name_does_not_make_two_tokenizers_one(tmp_path, one, other, words):
+    """a copies 128 tokens of 4.3 bytes, and b copies 64 tokens of 20 bytes."""
+    sizes = {"bytes_per_token": 4.3}, {"bytes_per_token": 20.0}
+    a, b = (
+        step_curve(fine, lengths=(64, 128, 256), **SAME_NAME, **size, **settings)
+        for fine, size, settings in ((128, sizes[0], one), (64, sizes[1], other))
+    )
+    assert compare({"a": a, "b": b}, tmp_path / "x.md").startswith(words)
+
+
+def test_lengths_in_unknown_units_are_not_compared(tmp_path):
+    a, b = (step_curve(fine, lengths=(64, 128, 256), **SAME_NAME) for fine in (128, 64))
+    text = compare({"a": a, "b": b}, tmp_path / "x.md")
+    assert text.startswith("The lengths of a and b cannot be compared: their tokenizers may be different")
+    assert "further" not in text
+
+
+@pytest.mark.parametrize(
+    "one, other, words",
+    [
+        ({"tokenizer_sha256": "12"}, {"tokenizer_sha256": "34"}, ["tokenizers with tokens of different sizes (model 12, model 34)"]),
+        ({"corpus_sha256": "ab"}, {"corpus_sha256": "cd"}, ["texts or tokenizers (book.txt ab, book.txt cd)"]),
+        (
+            {"corpus_sha256": "ab", "tokenizer_sha256": "12"},
+            {"corpus_sha256": "cd", "tokenizer_sha256": "12", "tokenizer": "other"},
+            ["texts (book.txt ab, book.txt cd)"],
+        ),
+        ({"tokenizer_sha256": "12"}, {"tokenizer_sha256": "12", "tokenizer": "other"}, []),
+    ],
+)  # fmt: skip
+def test_hashes_show_what_names_hide(one, other, words):
+    curves = {name: curve(1, 1, 1, **SAME_NAME | {"corpus": "book.txt"} | s) for name, s in (("a", one), ("b", other))}
+    assert differences(curves) == words
+
+
+def test_losses_and_needles_with_other_tokens_are_printed_with_their_bytes(tmp_path):
+    sizes = {"a": {"bytes_per_token": 2.0, "tokenizer_sha256": "12"}, "b": {"bytes_per_token": 4.5}}
+    losses = {name: PositionLoss.of_mean([1.0] * 4, 2, settings) for name, settings in sizes.items()}
+    text = compare(losses, tmp_path / "losses.md")
+    assert "| tokens | bytes | sequences |" in text and "| 4 | 18 | 2 |" in text
+    results = {
+        name: LineRetrieval.of_parts([LinesPoint(answers(*[True] * 40), 4, [36] * 40, [0] * 40)], settings)
+        for name, settings in sizes.items()
+    }
+    text = compare(results, tmp_path / "lines.md")
+    assert (
+        "| b | 100.0% | 4.5 |" in text and "| b | ours | 85.0% | 36 | at least 36 | at least 162 | 36 to 36 |" in text
+    )
+
+
+def test_the_axis_of_different_tokens_is_in_bytes(figures):
+    sizes = {"a": {"bytes_per_token": 2.0, "tokenizer_sha256": "12"}, "b": {"bytes_per_token": 4.5}}
+    plot_comparison({name: curve(1, 1, 1, lengths=LENGTHS, **s) for name, s in sizes.items()}, "unused")
+    (axes,) = figures[0].axes
+    assert axes.get_xlabel() == "length of the passage to copy (bytes)"
+    assert list(axes.get_lines()[2].get_xdata()) == [360, 2880, 23040]
+
+
+def test_the_number_of_needed_samples_replaces_unknown_rows(tmp_path):
+    """Six perfect passages at each of two lengths: the sign test needs seven for an error rate of 1.25 %."""
+    curves = {name: curve(1, 1, lengths=(64, 128), repeats=6, tokenizer_sha256="12") for name in ("a", "b")}
+    text = compare(curves, tmp_path / "x.md")
+    assert "| a | RULER" not in text and "unknown: more answers are needed" not in text
+    assert (
+        "The effective length of a is unknown from 6 samples per length. Needed at the same shares, by rule: ours: 7, "
+        "RULER: 7, NoLiMa: 8." in text
+    )
 
 
 def lines(right):

@@ -93,7 +93,12 @@ RANDOM = {"data_type": "random", "seed": 0, "repeats": 12, "lengths": [400, 800,
 
 def curve(*counts, settings=ORDER, lengths=(400, 800, 1600), begins=0):
     points = [
-        CurvePoint(n, c, [0] * len(c), None if settings is RANDOM else range(begins, begins + n * len(c), n))
+        CurvePoint(
+            n,
+            c,
+            [0] * len(c),
+            None if settings.get("data_type") == "random" else range(begins, begins + n * len(c), n),
+        )
         for n, c in zip(lengths, counts)
     ]
     return ForgettingCurve.of_points(points, settings)
@@ -161,6 +166,16 @@ def test_the_depths_of_a_haystack_are_one_observation():
         (curve(*SHORT), curve(*LONG, settings=ORDER | {"protocol": "adaptive"}), "with the reference protocol"),
         (curve(*SHORT, settings=RANDOM), curve(*LONG, settings=RANDOM | {"seed": 1}), "they differ in seed"),
         (curve(*SHORT, settings=RANDOM), curve(*LONG), "they differ in data_type"),
+        (
+            curve(*SHORT, settings=RANDOM | {"tokenizer": "model", "tokenizer_sha256": "12"}),
+            curve(*LONG, settings=RANDOM | {"tokenizer": "model", "tokenizer_sha256": "34"}),
+            "the same random ids are different tokens",
+        ),
+        (
+            curve(*SHORT, settings=RANDOM | {"tokenizer": "model"}),
+            curve(*LONG, settings=RANDOM | {"tokenizer": "model"}),
+            "the same random ids are different tokens",
+        ),
         (lines([True] * 8), lines([True] * 8, asked=2), "the samples of length 5 are not the same"),
         (needle([[1]]), needle([[1]], {"pieces_sha256": "cd"}), "they differ in pieces_sha256"),
         (needle([[1]]), needle([[1]], position=4), "the samples of length 500 are not the same"),

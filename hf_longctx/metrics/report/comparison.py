@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from os import PathLike
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from ..task import TaskResult
 from ..tasks.curve import ForgettingCurve
 from ..tasks.loss import PositionLoss, draw_losses
 from .effective import effective_length, effective_rows
-from .paired import conclusion, further, paired_differences
+from .paired import conclusion, paired_differences, unpaired_conclusion
+from .units import interval_in_bytes, sizes_in_bytes
 
 
 def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> str:
@@ -48,7 +49,8 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
     text = "\n\n".join([*conclusions, table(results)])
     text += "".join(f"\nDifferent: {difference}.\n" for difference in differences(results)) + tests
     if not isinstance(first, PositionLoss):
-        text += f"\n{markdown(*effective_rows(results))}"
+        columns, rows, unknown = effective_rows(results)
+        text += "".join([f"\n{markdown(columns, rows)}" * bool(rows), *(f"\n{sentence}\n" for sentence in unknown)])
     if Path(path).suffix == ".md":
         Path(path).write_text(f"# {title or first.title}\n\n{text}", encoding="utf-8")
     else:
@@ -66,7 +68,10 @@ def table(results: Mapping[str, Any]) -> str:
     shares = {name: shares_by_length(result) for name, result in results.items()}
     lengths = sorted(set().union(*shares.values()))
     rows = [(name, *(f"{row[n]:.1%}" if n in row else "-" for n in lengths)) for name, row in shares.items()]
-    return markdown(("model", *(f"{n} {first.size_unit}" for n in lengths)), rows)
+    columns, sizes = ("model", *(f"{n} {first.size_unit}" for n in lengths)), sizes_in_bytes(results)
+    if sizes:
+        columns, rows = (*columns, "bytes per token"), [(*row, sizes[row[0]]) for row in rows]
+    return markdown(columns, rows)
 
 
 def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
@@ -77,8 +82,7 @@ def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
         try:
             differences = paired_differences(first, second)
         except ValueError as error:
-            unknown = f"Neither {name} nor {other} copies significantly further than the other."
-            said.append(" ".join(further(name, other, first, second)) or unknown * isinstance(first, ForgettingCurve))
+            said.append(unpaired_conclusion(name, other, first, second))
             text += f"\nNot tested length by length, {other} against {name}: {error}\n"
             continue
         said.append(conclusion(name, other, first, second, differences))
@@ -123,12 +127,9 @@ def named(results: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
 
 
 def conditions(result: TaskResult) -> dict[str, str]:
-    """Return the settings of a result that must be equal in a fair comparison."""
-    settings = {name: str(value) for name, value in result.settings.items() if value is not None}
-    names = {"data_type": "data", "corpus": "texts", "tokenizer": "tokenizers", "protocol": "protocols"}
-    same = {words: settings[name] for name, words in names.items() if name in settings}
-    if "corpus" not in settings and "corpus_sha256" in settings:
-        same["texts"] = settings["corpus_sha256"][:8]
+    """Return the settings of a result that must be equal in a fair comparison. Names of files are no evidence."""
+    names = {"data_type": "data", "protocol": "protocols"}
+    same = {words: result.settings[name] for name, words in names.items() if name in result.settings}
     return same | result.extent()
 
 
@@ -143,11 +144,53 @@ def differences(results: Mapping[str, TaskResult]) -> list[str]:
     values: dict[str, dict[str, None]] = {}  # values of each setting; the inner dictionary serves as an ordered set
     for result in results.values():
         for words, value in conditions(result).items():
-            values.setdefault(words, {})[Path(value).name] = None
-    if len({result.settings.get("corpus_sha256", index) for index, result in enumerate(results.values())}) == 1:
-        values.pop("tokenizers", None)  # if the token hashes are equal, only the names of the tokenizers differ
-    comment = {"tokenizers": " with tokens of different sizes"}
-    return [f"{w}{comment.get(w, '')} ({', '.join(several)})" for w, several in values.items() if len(several) > 1]
+            values.setdefault(words, {})[value] = None
+    data = {"data": values.pop("data", {})}
+    found = {**data, **different_sources([*results.values()]), **values}
+    return [f"{words} ({', '.join(several)})" for words, several in found.items() if len(several) > 1]
+
+
+def different_sources(results: Sequence[TaskResult]) -> dict[str, dict[str, None]]:
+    """Return the names of corpora and tokenizers that differ, in dictionaries that serve as ordered sets.
+
+    Hashes take precedence over names. The hash of a corpus is that of its token ids, so if the tokenizers differ, it
+    does not show whether the corpora differ.
+    """
+    found = {}
+    texts, tokenizers = ([Source.of(result, name) for result in results] for name in ("corpus", "tokenizer"))
+    unknown = any(tokenizer.sha256 is None for tokenizer in tokenizers)
+    different = distinct(tokenizers, "sha256") > 1 or (unknown and distinct(tokenizers, "label") > 1)
+    if distinct(texts, "label") > 1:
+        found["texts"] = dict.fromkeys(text.label for text in texts if text.label)
+    elif distinct(texts, "sha256") > 1 and not different:
+        found["texts or tokenizers" if unknown else "texts"] = dict.fromkeys(text.marked for text in texts)
+    if different and not all(results[0].same_tokens(result) for result in results):
+        label = "label" if distinct(tokenizers, "label") > 1 else "marked"
+        names = dict.fromkeys(getattr(tokenizer, label) for tokenizer in tokenizers if tokenizer.label)
+        found["tokenizers with tokens of different sizes"] = names
+    return found
+
+
+class Source(NamedTuple):
+    """The corpus or tokenizer of a result. `label` is its name, or the first digits of its hash."""
+
+    label: str
+    sha256: str | None
+
+    @classmethod
+    def of(cls, result: TaskResult, name: str) -> Source:
+        sha256 = result.settings.get(f"{name}_sha256")
+        return cls(PurePath(result.settings.get(name) or (sha256 or "")[:8]).name, sha256)
+
+    @property
+    def marked(self) -> str:
+        """The label, with the first digits of the hash if they are known."""
+        return f"{self.label} {self.sha256[:8]}" if self.sha256 and self.label != self.sha256[:8] else self.label
+
+
+def distinct(sources: Sequence[Source], name: str) -> int:
+    """Return the number of distinct values of an attribute. Unknown values are ignored."""
+    return len({getattr(source, name) for source in sources} - {None, ""})
 
 
 def markdown(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
@@ -158,19 +201,21 @@ def markdown(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def comparison_table(curves: Mapping[str, ForgettingCurve]) -> str:
-    """Return the memory lengths of several models in tokens, as a Markdown table.
+    """Return the memory lengths of several models in tokens, and in bytes if their tokens differ, as a Markdown table.
 
     Raises:
         ValueError: `curves` is empty, or a curve does not contain points.
     """
     check_measured(curves)
-    rows = []
+    rows, sizes = [], sizes_in_bytes(curves)
     for name, curve in curves.items():
         row = {"model": name, "data": curve.settings.get("data_type", "-")}
         row |= {f"{method}, 95 % CI": curve.interval(method).in_words() for method in METHODS}
+        if sizes:
+            row |= {f"{method} in bytes": interval_in_bytes(curve.interval(method), sizes[name]) for method in METHODS}
         row["paper's fine, coarse"] = f"{curve.fine_length}, {curve.coarse_length}"
         effective = effective_length(curve)
-        row["effective (85 % copied)"] = f"{effective.tokens}; {effective.interval}"
+        row["effective (85 % copied)"] = f"{effective.tokens}; {effective.interval if effective.known else 'unknown'}"
         row["measured"] = f"{curve.points[0].length} to {curve.points[-1].length}"
         row["training context"] = curve.settings.get("train_length", "-")
         row["bytes per token"] = curve.settings.get("bytes_per_token", "-")
@@ -180,11 +225,15 @@ def comparison_table(curves: Mapping[str, ForgettingCurve]) -> str:
 
 def loss_table(losses: Mapping[str, PositionLoss]) -> str:
     """Return a Markdown table of the smoothed per-token losses of several models, in nats with standard errors."""
-    columns = ("model", "loss in the middle", "loss at the end", "perplexity", "tokens", "sequences")
+    sizes = sizes_in_bytes(losses)
+    columns = ("model", "loss in the middle", "loss at the end", "perplexity", "tokens")
+    columns = (*columns, *["bytes"] * bool(sizes), "sequences")
     rows = [
         (
             *(name, loss.smoothed_at(loss.context_length // 2 + 1), loss.smoothed_at(loss.context_length)),
-            *(f"{loss.perplexity[-1]:.2f}", loss.context_length, loss.sequences),
+            *(f"{loss.perplexity[-1]:.2f}", loss.context_length),
+            *([round(loss.context_length * sizes[name])] if sizes else []),
+            loss.sequences,
         )
         for name, loss in losses.items()
     ]
@@ -199,8 +248,9 @@ def shares_by_length(result: TaskResult) -> dict[int, float]:
 def plot_comparison(results: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> None:
     """Plot the share of correct answers by length, or the loss by position, for several models.
 
-    The figure lists the settings that differ. For forgetting curves, dotted lines show the LM accuracy. Vertical lines
-    mark the length at which an input fills the training context of the model.
+    The figure lists the settings that differ. If the tokens differ, lengths are in bytes. For forgetting curves,
+    dotted lines show the LM accuracy. Vertical lines mark the length at which an input fills the training context of
+    the model.
 
     Args:
         results: results of one metric, keyed by model name.
@@ -222,7 +272,11 @@ def plot_comparison(results: Mapping[str, Any], path: str | PathLike, *, title: 
     figure = style.figure(style.WIDTH, 4.6)
     axes = figure.add_subplot()
     shares = {name: shares_by_length(result) for name, result in results.items()}
-    across, up = f"length of the prompt ({first.size_unit})", "questions answered"
+    sizes = sizes_in_bytes(results) if first.size_unit == "tokens" else None
+    unit = "bytes" if sizes else first.size_unit
+    if sizes:
+        shares = {name: {n * sizes[name]: share for n, share in row.items()} for name, row in shares.items()}
+    across, up = f"length of the prompt ({unit})", "questions answered"
     for name, colour, marker in zip(results, cycle(style.MODELS), cycle(style.MARKERS)):
         line: dict[str, Any] = dict(color=colour, marker=marker, label=style.literal(name))
         axes.plot([*shares[name]], [*shares[name].values()], **line)
@@ -231,9 +285,9 @@ def plot_comparison(results: Mapping[str, Any], path: str | PathLike, *, title: 
             axes.plot([*shares[name]], [p.lm_mean for p in curve.points], color=colour, linewidth=1, linestyle=":")
             filled = (curve.settings.get("train_length", 0) - 3) / 2
             if 0 < filled <= curve.points[-1].length:
-                axes.axvline(filled, color=colour, linewidth=1, linestyle="--")
+                axes.axvline(filled * (sizes[name] if sizes else 1), color=colour, linewidth=1, linestyle="--")
     if isinstance(first, ForgettingCurve):
-        across, up = "length of the passage to copy (tokens)", "tokens copied correctly"
+        across, up = f"length of the passage to copy ({unit})", "tokens copied correctly"
         style.small_print(figure, "dotted: LM accuracy", "dashed: both readings fill the training context")
     style.percent_axis(axes)
     style.grid(axes)

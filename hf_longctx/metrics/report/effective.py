@@ -29,11 +29,14 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import bdtr, betaincinv
 
+from ..result import plural
 from ..task import Counts, TaskResult
+from .units import sizes_in_bytes
 
 
 RULES = {"ours": 0.85, "RULER": 0.856, "NoLiMa": 0.85}
 BASE_LENGTH = 1000  # in tokens; NoLiMa's base score is measured up to this length
+MOST_SAMPLES = 1000  # largest number of samples per length that we recommend
 
 
 class EffectiveLength(NamedTuple):
@@ -51,6 +54,16 @@ class EffectiveLength(NamedTuple):
     low: int
     high: int | None
     threshold: float
+
+    @property
+    def known(self) -> bool:
+        """Whether the confidence interval has an end."""
+        return self.low > 0 or self.high is not None
+
+    def times(self, size: float) -> EffectiveLength:
+        """Return the length in another unit, of which a token has `size`."""
+        high = None if self.high is None else round(self.high * size)
+        return self._replace(tokens=round(self.tokens * size), low=round(self.low * size), high=high)
 
     @property
     def interval(self) -> str:
@@ -135,7 +148,12 @@ def effective_length(
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}.")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
-    measured, risk = counts_by_length(counts), (1 - confidence) / 2
+    return effective_length_of(counts_by_length(counts), rule, confidence)
+
+
+def effective_length_of(measured: Sequence[Counts], rule: str, confidence: float = 0.95) -> EffectiveLength:
+    """Like `effective_length`, for the counts at each length in ascending order."""
+    risk = (1 - confidence) / 2
     threshold = most = least = RULES[rule]
     if rule == "NoLiMa":
         risk /= 2
@@ -158,16 +176,57 @@ def effective_length(
     return EffectiveLength(tokens, low, high, threshold)
 
 
-def effective_rows(results: Mapping[str, TaskResult]) -> tuple[tuple[str, ...], list]:
-    """Return the columns and rows of a table of effective lengths, with one row per model and rule."""
-    columns = ("model", "rule", "threshold", "effective length", "95 % CI", "tested")
-    rows = []
+def samples_needed(measured: Sequence[Counts], rule: str) -> int | None:
+    """Return the number of samples per length from which an effective length would be known; None above 1,000.
+
+    We assume that further samples have the same distribution of shares as the measured samples.
+    """
+    samples = max(len(at.shares) for at in measured)
+    while samples < MOST_SAMPLES:
+        samples += max(1, samples // 20)
+        quantiles = (np.arange(samples) + 0.5) / samples
+        more = [np.quantile(at.shares, quantiles, method="inverted_cdf") for at in measured]
+        grown = [at._replace(shares=shares, right=shares.sum()) for at, shares in zip(measured, more)]
+        if effective_length_of(grown, rule).known:
+            return samples
+    return None
+
+
+def effective_rows(results: Mapping[str, TaskResult]) -> tuple[tuple[str, ...], list, list[str]]:
+    """Return a table of effective lengths, with one row per model and rule, and sentences about unknown lengths.
+
+    Returns:
+        the columns; the rows of all lengths that are known; a sentence with the number of samples that are needed,
+        for each model with unknown lengths.
+    """
+    sizes = sizes_in_bytes(results)
+    columns = (
+        "model",
+        "rule",
+        "threshold",
+        "effective length",
+        "95 % CI",
+        *["95 % CI in bytes"] * bool(sizes),
+        "tested",
+    )
+    rows, sentences = [], []
     for name, result in results.items():
-        lengths = [at.tokens for at in counts_by_length(result)]
+        measured, unknown = counts_by_length(result), []
         for rule in RULES:
-            length = effective_length(result, rule)
-            tested = f"{lengths[0]} to {lengths[-1]}"
+            length = effective_length_of(measured, rule)
+            if not length.known:
+                needed = samples_needed(measured, rule)
+                unknown.append(f"{rule}: {f'more than {MOST_SAMPLES:,}' if needed is None else needed}")
+                continue
+            tested = f"{measured[0].tokens} to {measured[-1].tokens}"
             base = length.threshold / RULES[rule]  # with NoLiMa's rule, a low base score gives a low threshold
             tokens = f"{length.tokens} (base score {base:.0%}: cannot do the task)" if base < 0.5 else length.tokens
-            rows.append((name, rule, f"{length.threshold:.1%}", tokens, length.interval, tested))
-    return columns, rows
+            in_bytes = [length.times(sizes[name]).interval] if sizes else []
+            rows.append((name, rule, f"{length.threshold:.1%}", tokens, length.interval, *in_bytes, tested))
+        if unknown:
+            samples = plural(max(len(at.shares) for at in measured), "sample")
+            sentences.append(
+                f"The effective length of {name} is unknown from {samples} per length. Needed at the same shares, by "
+                f"rule: {', '.join(unknown)}."
+            )
+    return columns, rows, sentences

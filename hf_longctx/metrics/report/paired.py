@@ -28,6 +28,7 @@ from scipy.special import stdtr, stdtrit
 from ..curve.lengths import METHODS
 from ..task import TaskResult
 from ..tasks.curve import ForgettingCurve
+from .units import bytes_per_token, interval_in_bytes, sizes_in_bytes
 
 
 RISK = 0.05
@@ -206,6 +207,7 @@ def conclusion(name: str, other: str, first: TaskResult, second: TaskResult, dif
         pairs = max(d.pairs for d in differences)
         few = f"; {needed} repeats are needed to show one at a single length" if pairs < needed else ""
         sentences.append(f"No difference between {name} and {other} is significant{few}.")
+        sentences += [] if few else longest_copied(first, second)
     return " ".join(sentences)
 
 
@@ -225,14 +227,14 @@ def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
 def further(name: str, other: str, first: TaskResult, second: TaskResult) -> list[str]:
     """Compare the fine lengths and the coarse lengths of two models. Describe significant differences.
 
-    The results need not be paired. If the tokenizers differ, we compare lengths in bytes. The error rate of 5 % is
-    split between two methods, two models and two directions.
+    The results need not be paired. Unless a token of one result is a token of the other (`TaskResult.same_tokens`), we
+    compare lengths in bytes. The error rate of 5 % is split between two methods, two models and two directions.
     """
     sentences = []
     if not (isinstance(first, ForgettingCurve) and isinstance(second, ForgettingCurve)):
         return sentences
-    same = any(first.settings.get(key) == second.settings.get(key) for key in ("tokenizer", "corpus_sha256"))
-    sizes = [1.0, 1.0] if same else [float(c.settings.get("bytes_per_token") or "nan") for c in (first, second)]
+    same = first.same_tokens(second)
+    sizes = [1.0, 1.0] if same else [bytes_per_token(curve) for curve in (first, second)]
     for method in METHODS:
         ends = [curve.interval(method, 1 - RISK / 4) for curve in (first, second)]
         lows = [end.low * size for end, size in zip(ends, sizes)]
@@ -244,3 +246,33 @@ def further(name: str, other: str, first: TaskResult, second: TaskResult) -> lis
                     f"{better} copies further than {worse}: its {method} length is larger{unit}, significant."
                 )
     return sentences
+
+
+def unpaired_conclusion(name: str, other: str, first: TaskResult, second: TaskResult) -> str:
+    """State which of two curves is significantly longer, if their passages cannot be paired; "" for other metrics."""
+    if not (isinstance(first, ForgettingCurve) and isinstance(second, ForgettingCurve)):
+        return ""
+    curves = {name: first, other: second}
+    sizes = sizes_in_bytes(curves)
+    if sizes is None and not first.same_tokens(second):
+        return (
+            f"The lengths of {name} and {other} cannot be compared: their tokenizers may be different, and the bytes per "
+            "token are unknown. Measure both again."
+        )
+    sentences = further(name, other, first, second)
+    if not sentences:
+        sentences = [f"Neither {name} nor {other} copies significantly further than the other."]
+        sentences += longest_copied(first, second)
+    if sizes:
+        for method in METHODS:
+            ends = [f"{key} {interval_in_bytes(c.interval(method), sizes[key])}" for key, c in curves.items()]
+            sentences.append(f"{method.capitalize()} length in bytes (95 % CI): {', '.join(ends)}.")
+    return " ".join(sentences)
+
+
+def longest_copied(first: TaskResult, second: TaskResult) -> list[str]:
+    """Return advice if both models copied the longest tested length, so that no difference can be significant."""
+    curves = [curve for curve in (first, second) if isinstance(curve, ForgettingCurve)]
+    if len(curves) == 2 and all(curve.interval("coarse").longest for curve in curves):
+        return ["Both copied the longest length: measure longer ones."]
+    return []
