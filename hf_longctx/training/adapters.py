@@ -65,12 +65,11 @@ def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
     Weights are rounded to bfloat16, so that the dtype of the base does not matter.
 
     Args:
-        names: names of the parameters to hash. Default: about eight unquantized parameters.
+        names: names of the parameters to hash. Default: all unquantized parameters.
     """
     config, digest, parameters = model.config, hashlib.sha256(), dict(model.named_parameters())
     if names is None:
-        whole = sorted(name for name, parameter in parameters.items() if parameter.is_floating_point())
-        names = whole[:: max(1, len(whole) // 8)]
+        names = sorted(name for name, parameter in parameters.items() if parameter.is_floating_point())
     for name in names:
         if name in parameters:
             parameter = parameters[name].detach().flatten()

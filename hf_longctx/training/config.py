@@ -110,11 +110,13 @@ class RunConfig(TrainingArguments):
     command = ""  # subcommand of hf-longctx; it selects the recipes
 
     def __post_init__(self):
-        names = {e.name: e.default if e.default_factory is MISSING else e.default_factory() for e in fields(self)}
-        # settings whose values differ from the defaults
-        self.given = {n: v for n, v in vars(self).items() if n in names and v is not None and v != names[n]}
         if self.recipe is not None and self.recipe not in RECIPES[self.command]:
             raise ValueError(f"`recipe` must be one of {', '.join(RECIPES[self.command])}, got {self.recipe!r}.")
+        defaults = {e.name: e.default if e.default_factory is MISSING else e.default_factory() for e in fields(self)}
+        if self.recipe is not None:
+            defaults |= read_yaml(RECIPES[self.command][self.recipe], type(self)) | {"recipe": defaults["recipe"]}
+        # settings whose values differ from the defaults, including those of the recipe
+        self.given = {n: v for n, v in vars(self).items() if n in defaults and v != defaults[n]}
         logs = self.logging_strategy == "steps" and self.logging_steps == 1
         if not logs or self.save_only_model or self.save_total_limit == 1:
             raise ValueError(

@@ -4,8 +4,6 @@ Each document ends with the tokenizer's EOS. A file of token ids (`.npy`, 1D or 
 boundaries by the EOS. Labels do not cross a boundary, and positions restart at 0 after each boundary.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from itertools import groupby, islice, pairwise
@@ -21,6 +19,7 @@ from tqdm import tqdm
 from ..corpus import open_source, split_mixture
 from .config import RunConfig
 from .conversations import TOKEN, encode_conversations
+from .digests import digest_of, digest_of_source, digest_of_tokenizer
 
 
 DOCUMENTS_AT_ONCE = 256  # fast tokenizers encode a batch in parallel
@@ -198,7 +197,7 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
         ValueError: there are too few sequences for an optimizer step.
     """
     eos = None if is_one_document and args.packing else tokenizer.eos_token_id
-    loaded, hashes, shares = {}, [], ()
+    loaded, hashes, shares, encoding = {}, [], (), digest_of_tokenizer(tokenizer)
     for part, data in (("held_out", args.eval_data), ("train", args.data)):
         if data is None:
             continue
@@ -206,8 +205,8 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
         for source in sources:
             path = Path(source)
             if path.suffix != ".npy":
-                # The file name is a hash of everything that the packed tokens depend on.
-                key = [tokenizer.get_vocab(), tokenizer.chat_template, args.text_column, part, digest_of_source(path)]
+                # The file name is a hash of everything that the packed tokens depend on. A suffix selects a reader.
+                key = [encoding, args.text_column, part, digest_of_source(path), path.suffixes[-2:]]
                 path = Path(str(args.output_dir), "data", f"{digest_of(key)[:16]}.npy")
                 if not path.exists():
                     pack(source, tokenizer, path, part, args.text_column)
@@ -221,20 +220,6 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
             f"needs {args.sequences_per_step}. Give more data, or lower --gradient_accumulation_steps."
         )
     return train, loaded.get("held_out"), digest_of([hashes, shares if len(shares) > 1 else None])
-
-
-def digest_of_source(path: Path) -> str:
-    """Return a hash of a file or of a folder's files. For a dataset on the Hub, return its name."""
-    if path.is_file():
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return digest_of([digest_of_source(file) for file in files]) if path.is_dir() else str(path)
-
-
-def digest_of(value: Any) -> str:
-    """Return the SHA-256 hash of a JSON value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def mix(parts: list[TokenDataset], shares: tuple[float, ...]) -> Any:
@@ -264,7 +249,6 @@ def collate(
 __all__ = [
     "TokenDataset",
     "collate",
-    "digest_of",
     "encode",
     "load_datasets",
     "make_sequence",

@@ -20,7 +20,7 @@ from .chunked_loss import chunk_loss
 from .config import FinetuneConfig, RunConfig
 from .data import collate, load_datasets
 from .models import check_flash_attention, make_config, make_model
-from .run_folder import RUN, MarkComplete, check_fingerprint, claim, fingerprint
+from .run_folder import MODEL, MarkComplete, check_fingerprint, claim, fingerprint, write_fingerprint
 from .sequence_parallel import SequenceParallelTrainer, SequenceShard, check_model
 from .trainer import LongContextTrainer, Progress, StopAtNaN, StopAtSignal
 
@@ -51,10 +51,7 @@ def train(args: RunConfig) -> int:
     config = make_config(args, tokenizer)
     with args.main_process_first(local=False):
         in_use = claim(folder)  # closing this file would unlock the folder
-        if (folder / "model").exists():
-            PartialState().print(f"{folder} is finished: the model is in {folder / 'model'}.", file=sys.stderr)
-            return 0
-        checkpoint = get_last_checkpoint(folder)
+        checkpoint, is_finished = get_last_checkpoint(folder), (folder / MODEL).exists()
         training, evaluation, data = load_datasets(args, tokenizer, is_one_document=config.model_type == "hmt")
     model = make_model(args, copy.deepcopy(config))
     base = model_fingerprint(model) if isinstance(args, FinetuneConfig) else None
@@ -63,13 +60,16 @@ def train(args: RunConfig) -> int:
     trainer = make_trainer(args, model, training, evaluation)
     sharded_by = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else ""
     found = fingerprint(args, tokenizer, data, model.config, base, sharded_by)
-    if checkpoint is not None:
+    if checkpoint is not None or is_finished:
         check_fingerprint(folder, found)
+    if is_finished:
+        PartialState().print(f"{folder} is finished: the model is in {folder / MODEL}.", file=sys.stderr)
+        return 0
+    if checkpoint is not None:
         # a callback may have finished the run before `max_steps`
         args.max_steps = TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json"))).max_steps
-    elif args.should_save:
-        (folder / RUN).write_text(json.dumps(found, indent=1) + "\n")
     if args.should_save:
+        write_fingerprint(folder, found)
         given = {name: value for name, value in args.given.items() if not name.endswith("_token")}  # no secrets
         # the JSON round trip converts enum members to strings
         (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(given))))
@@ -96,7 +96,7 @@ def train(args: RunConfig) -> int:
     save_model(args, config, trainer, tokenizer, base)
     trainer.accelerator.wait_for_everyone()  # a second training stage may load the model in all processes
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    PartialState().print(f"wrote {folder / 'model'}; the last loss is {losses[-1]:.4f}", file=sys.stderr)
+    PartialState().print(f"wrote {folder / MODEL}; the last loss is {losses[-1]:.4f}", file=sys.stderr)
     if in_use is not None:
         in_use.close()
     return 0
@@ -184,12 +184,12 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
         elif args.recipe != "lora":
             save_base(args, config, unfinished)
             file = unfinished / "adapter_config.json"  # PEFT loads the base that this file names
-            name = {"base_model_name_or_path": str((folder / "model").resolve())}
+            name = {"base_model_name_or_path": str((folder / MODEL).resolve())}
             file.write_text(json.dumps(json.loads(file.read_text()) | name, indent=2, sort_keys=True))
     # the model was trained on sequences of this length
     tokenizer.model_max_length = max(tokenizer.model_max_length, args.max_length)
     tokenizer.save_pretrained(unfinished)
-    unfinished.rename(folder / "model")
+    unfinished.rename(folder / MODEL)
 
 
 def save_base(args: FinetuneConfig, config: Any, folder: Path, adapter: Path | None = None) -> None:

@@ -22,22 +22,24 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 
 from .config import RunConfig
-from .data import digest_of
+from .digests import digest_of, digest_of_tokenizer
 
 
-RUN, IN_USE = "run.json", ".in_use"
+RUN, UNFINISHED_RUN, MODEL, IN_USE = "run.json", ".run.json", "model", ".in_use"
 COMPLETE = "complete"  # empty file that marks a checkpoint as complete
+# Settings that affect the saved model, but not the losses. They may change until the model is saved.
+UNTIL_SAVED = {"merge", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"}
 # Settings that do not affect the losses, or that another entry of the fingerprint covers
 MAY_CHANGE = {
-    "output_dir", "run_name", "data", "model", "tokenizer", "text_column", "set", "recipe", "merge",
+    "output_dir", "run_name", "data", "model", "tokenizer", "text_column", "set", "recipe",
     "resume_from_checkpoint", "sequence_parallel", "gradient_accumulation_steps", "attn_implementation", "use_cpu",
     "accelerator_config", "report_to", "disable_tqdm", "dataloader_num_workers", "dataloader_pin_memory",
     "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "push_to_hub",
-    "metric_for_best_model", "greater_is_better", "skip_memory_metrics", "torch_empty_cache_steps", "debug", "local_rank",
+    "skip_memory_metrics", "torch_empty_cache_steps", "debug", "local_rank",
 }  # fmt: skip
 MAY_CHANGE_FROM = (
-    "save_", "logging_", "log_", "eval_", "do_", "hub_", "project", "trackio", "ddp_", "per_device_", "load_best_",
-    "include_", "activation_checkpointing", "gradient_checkpointing",
+    "save_", "logging_", "log_", "eval_", "do_", "hub_", "project", "trackio", "ddp_", "per_device_", "include_",
+    "activation_checkpointing", "gradient_checkpointing",
 )  # fmt: skip
 
 
@@ -53,7 +55,8 @@ def claim(folder: Path) -> TextIO | None:
     """
     if os.path.lexists(folder) and not folder.is_dir():
         raise ValueError(f"--output_dir must be a folder, got {folder}. This path is a file or a broken link.")
-    if folder.is_dir() and {path.name for path in folder.iterdir()} - {IN_USE, "data"} and not (folder / RUN).exists():
+    before_training = {IN_USE, UNFINISHED_RUN, "data"}
+    if folder.is_dir() and {path.name for path in folder.iterdir()} - before_training and not (folder / RUN).exists():
         raise ValueError(f"{folder} contains files that do not belong to a run; give a new --output_dir.")
     if not PartialState().is_main_process:
         return None
@@ -73,7 +76,7 @@ def claim(folder: Path) -> TextIO | None:
 
 
 def fingerprint(args: RunConfig, tokenizer, data: str, config: Any, base: Any, sharded_by: str) -> dict[str, Any]:
-    """Return a dict of the settings and hashes that determine a run's losses.
+    """Return a dict of the settings and hashes that determine a run's losses and its model.
 
     Args:
         data: hash of the training data.
@@ -89,26 +92,44 @@ def fingerprint(args: RunConfig, tokenizer, data: str, config: Any, base: Any, s
         "sequences_per_step": args.sequences_per_step,
         "data": data,
         "model": digest_of([described, base]),
-        "tokenizer": digest_of(tokenizer.get_vocab()),
+        "tokenizer": digest_of_tokenizer(tokenizer),
         "sharded_by": sharded_by,
     }
     return json.loads(json.dumps(settings | facts, default=str, sort_keys=True))
 
 
 def check_fingerprint(folder: Path, found: dict[str, Any]) -> None:
-    """Raise ValueError if the folder contains a run with a different fingerprint."""
+    """Raise ValueError if the folder contains a run with a different fingerprint.
+
+    Until the run's model is saved, the settings in `UNTIL_SAVED` may differ.
+    """
     try:
         before = dict(json.loads((folder / RUN).read_text()))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{folder / RUN} is damaged ({error}); give another --output_dir.") from error
+    is_finished = (folder / MODEL).exists()
     changed = [
-        f"{name}: {before[name]} -> {found[name]}" for name in found if before.get(name, found[name]) != found[name]
+        f"{name}: {before[name]} -> {found[name]}"
+        for name in found
+        if before.get(name, found[name]) != found[name] and (is_finished or name not in UNTIL_SAVED)
     ]
+    if changed and is_finished:
+        raise ValueError(
+            f"{folder} contains a finished run with other settings ({'; '.join(changed)}). Give another --output_dir. "
+            "To train the finished model further, also give it as the --model of hf-longctx finetune: "
+            f"--model {folder / MODEL}."
+        )
     if changed:
         raise ValueError(
             f"{folder} contains a run with other settings ({'; '.join(changed)}). Resume with the old settings, or give "
             "another --output_dir."
         )
+
+
+def write_fingerprint(folder: Path, found: dict[str, Any]) -> None:
+    """Write a run's fingerprint atomically."""
+    (folder / UNFINISHED_RUN).write_text(json.dumps(found, indent=1) + "\n")
+    (folder / UNFINISHED_RUN).rename(folder / RUN)
 
 
 class MarkComplete(TrainerCallback):
@@ -120,4 +141,4 @@ class MarkComplete(TrainerCallback):
             Path(args.output_dir, f"checkpoint-{state.global_step}", COMPLETE).touch()
 
 
-__all__ = ["RUN", "MarkComplete", "check_fingerprint", "claim", "fingerprint"]
+__all__ = ["MODEL", "MarkComplete", "check_fingerprint", "claim", "fingerprint", "write_fingerprint"]

@@ -11,10 +11,18 @@ pytest.importorskip("peft", reason="training needs accelerate and peft: pip inst
 
 from faults import SIZES as SMALL
 from faults import log, make
-from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 from transformers.training_args import OptimizerNames
 
-from hf_longctx.training.config import PretrainConfig, parse
+from hf_longctx.training.config import FinetuneConfig, PretrainConfig, parse
 from hf_longctx.training.run import train
 from hf_longctx.training.run_folder import COMPLETE
 
@@ -86,6 +94,113 @@ def test_a_run_refuses_another_text_and_resumes_with_its_tokens(stopped):
         train(settings(stopped))
     assert before.items() <= files(stopped / "run").items()
     assert train(settings(stopped, data=str(tokens))) == 0
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """A folder with a text and a finished fine-tuning of a small Llama."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "text.txt").write_text(TEXT)
+    save_llama(folder / "llama")
+    assert train(finetuning(folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def finished(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def save_llama(folder, **changes):
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, **changes)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
+
+
+def finetuning(folder, **changes):
+    base = dict(recipe="lora", model=str(folder / "llama"), tokenizer=str(folder / "llama"))
+    return settings(folder, **base | dict(gradient_accumulation_steps=1) | changes)
+
+
+def other_text(folder):
+    (folder / "text.txt").write_text(TEXT + "And more.")
+
+
+def other_weights(folder):
+    weights = load_file(folder / "llama" / "model.safetensors")
+    weights["model.layers.0.self_attn.v_proj.weight"] += 1
+    save_file(weights, folder / "llama" / "model.safetensors", {"format": "pt"})
+
+
+def other_eos(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "llama")
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(5)
+    tokenizer.save_pretrained(folder / "llama")
+
+
+FINISHED = {
+    "steps": (dict(max_steps=4), "max_steps: 2 -> 4.*train the finished model further.*--model .*run/model"),
+    "epochs": (dict(max_steps=-1, num_train_epochs=2), "max_steps: 2 -> -1"),
+    "rate": (dict(learning_rate=1.0), "learning_rate: 0.0002 -> 1.0"),
+    "seed": (dict(seed=1), "seed: 42 -> 1"),
+    "length": (dict(max_length=32), "max_length: 64 -> 32"),
+    "packing": (dict(packing=False), "packing: True -> False"),
+    "rank": (dict(lora_r=4), "lora_r: 8 -> 4"),
+    "all parameters": (dict(use_peft=False), "use_peft: True -> False"),
+    "recipe": (dict(recipe="fox-from-llama", merge=False), "model: "),
+    "step": (dict(gradient_accumulation_steps=2), "sequences_per_step: 1 -> 2"),
+    "merge": (dict(merge=True), "merge: False -> True"),
+    "text": (other_text, "data: "),
+    "weights": (other_weights, "model: "),
+    "tokenizer": (other_eos, "tokenizer: "),
+}
+
+
+@pytest.mark.parametrize("change", FINISHED)
+def test_a_finished_run_is_not_repeated_with_other_settings_data_or_weights(change, finished):
+    change, says = FINISHED[change]
+    before = files(finished / "run")
+    changes = change if isinstance(change, dict) else {}
+    if not changes:
+        change(finished)
+    with pytest.raises(ValueError, match=rf"(?s)contains a finished run with other settings \(.*{says}"):
+        train(finetuning(finished, **changes))
+    assert before.items() <= files(finished / "run").items()
+
+
+def test_a_finished_run_that_is_repeated_is_finished(finished, capsys):
+    before = files(finished / "run")
+    moved = finished.rename(finished.with_name("moved"))  # paths do not matter
+    with_config = ["--config", str(moved / "run" / "config.yaml"), "--output_dir", str(moved / "run")]
+    of_files = [
+        "--data",
+        str(moved / "text.txt"),
+        "--model",
+        str(moved / "llama"),
+        "--tokenizer",
+        str(moved / "llama"),
+    ]
+    free = dict(report_to="none", save_steps=2, logging_first_step=True, attn_implementation="eager")
+    for run in (finetuning(moved), finetuning(moved, **free), parse(FinetuneConfig, [*with_config, *of_files])):
+        assert train(run) == 0
+        assert f"{moved / 'run'} is finished: the model is in" in capsys.readouterr().err
+    shutil.rmtree(moved / "run" / "checkpoint-2")
+    assert train(finetuning(moved)) == 0 and "is finished" in capsys.readouterr().err
+    assert {path.relative_to(finished): x for path, x in before.items() if "checkpoint-2" not in str(path)} == {
+        path.relative_to(moved): x for path, x in files(moved / "run").items()
+    }
+    (moved / "run" / "run.json").unlink()
+    with pytest.raises(ValueError, match="contains files that do not belong to a run"):
+        train(finetuning(moved))
+
+
+def test_until_its_model_is_saved_a_run_may_be_merged_or_not(finished):
+    shutil.rmtree(finished / "run" / "model")
+    assert train(finetuning(finished, merge=True)) == 0
+    with pytest.raises(ValueError, match="merge: True -> False"):
+        train(finetuning(finished))
 
 
 def test_incomplete_checkpoints_are_removed_and_copies_left_alone(stopped):
