@@ -71,12 +71,14 @@ class Ask(NamedTuple):
         reply: maximum number of tokens in a generated response; 0 for no response. If greedy decoding gives the
             answer, we use the answer as the response.
         context: number of prompt tokens before the question, below n. The cache of these tokens may be compressed.
+        thinks: whether the prompt ends in a thought. An answer in the thought is then not the response.
     """
 
     prompt: np.ndarray
     answer: np.ndarray
     reply: int
     context: int = 0
+    thinks: bool = False
 
 
 class Answered(NamedTuple):
@@ -85,7 +87,7 @@ class Answered(NamedTuple):
     Attributes:
         log_prob: log-probability of the correct answer, in nats.
         exact: whether greedy decoding gives the correct answer.
-        reply: generated response; None if it was not requested.
+        reply: generated response with its special tokens, without EOS; None if it was not requested.
     """
 
     log_prob: float

@@ -108,11 +108,13 @@ def test_served_models(bytes_tokenizer, prose, k):
     """The same as of the local model, down to the replies."""
     local = Talker(k)
     with serving(local) as server:
-        server.decode = lambda ids: bytes_tokenizer.decode(ids, skip_special_tokens=True)
+        server.decode = bytes_tokenizer.decode
         served = ServedModel(server.url)
         loss = position_loss(served, prose, context_length=50, sequences=2, bos_token_id=1)
         needle = needle_in_a_haystack(served, bytes_tokenizer, prose, lengths=[500], depths=[0, 1], bos_token_id=1)
         lines = line_retrieval(served, bytes_tokenizer, lines=[2, 3], repeats=2, bos_token_id=1)
+        asked = [body for body in server.requests if body["max_tokens"] > 1]
+    assert bool(asked) == (k != 30) and not any(body["skip_special_tokens"] for body in asked)
     assert np.allclose(loss.loss, position_loss(local, prose, context_length=50, sequences=2).loss, atol=1e-6)
     expected = needle_in_a_haystack(local, bytes_tokenizer, prose, lengths=[500], depths=[0, 1])
     expected_lines = line_retrieval(local, bytes_tokenizer, lines=[2, 3], repeats=2)

@@ -1,7 +1,10 @@
 """Needles in one's own words, in other languages and in chats."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from demo_model import DEMO
 from tiny_models import Copier
 from transformers import AutoTokenizer
@@ -139,7 +142,73 @@ def test_an_answer_is_looked_for_behind_the_thoughts(tokenizer, monkeypatch, rep
     needle = needle_in_a_haystack(model, tokenizer, tokens, lengths=[300], depths=[0.5], **COW, **options)
     (answer,) = needle.cells[0].answers
     assert (answer.matched, answer.ends_in_thought) == (matched, bool(thinking))
+    assert needle.settings.get("reply_tokens") is None
     words = "1 of 1 response ended while the model was thinking, and count as wrong: try --chat-template-kwargs"
     assert (words in needle.summary()) == bool(thinking)
     lines = line_retrieval(model, tokenizer, lines=[3], repeats=2, **options)
     assert ("2 of 2 responses ended while the model was thinking" in lines.summary()) == bool(thinking)
+
+
+class Speaker(Copier):
+    """Generates the ids of these words, then an EOS."""
+
+    def __init__(self, tokenizer, words):
+        super().__init__(99, vocab_size=len(tokenizer))
+        self.ids, self.asked = [*tokenizer(words, add_special_tokens=False)["input_ids"], 2, 0], []
+        self.generation_config = SimpleNamespace(pad_token_id=0, eos_token_id=[2])
+
+    def generate(self, input_ids, max_new_tokens, **options):
+        self.asked.append(max_new_tokens)
+        return torch.cat([input_ids, torch.tensor([self.ids[:max_new_tokens]])], dim=1)
+
+
+@pytest.fixture
+def magistral(tokenizer):
+    """The demo's tokenizer with special tokens that open and close thoughts."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "words, reply_tokens, matched, thinking",
+    [
+        ("[THINK]Im Stall? Auf der Alm?[/THINK]Im Stall.", 99, False, False),
+        ("[THINK]Im Stall?[/THINK]Auf der Alm.", 99, True, False),
+        ("[THINK]Auf der Alm? " + "Oder? " * 20 + "[/THINK]Auf der Alm.", 30, False, True),
+        ("[THINK]Auf der Alm? " + "Oder? " * 20 + "[/THINK]Auf der Alm.", 200, True, False),
+    ],
+)
+def test_special_tokens_are_kept_until_the_thought_is_cut(magistral, words, reply_tokens, matched, thinking):
+    model, tokens = Speaker(magistral, words), magistral("One day. " * 200)["input_ids"][1:]
+    options = dict(chat_template=True, reply_tokens=reply_tokens)
+    needle = needle_in_a_haystack(model, magistral, tokens, lengths=[300], depths=[0.5], **COW, **options)
+    (answer,) = needle.cells[0].answers
+    assert (answer.matched, answer.ends_in_thought) == (matched, thinking) and model.asked == [reply_tokens]
+    assert needle.settings["reply_tokens"] == reply_tokens and "</s>" not in answer.reply
+    lines = line_retrieval(model, magistral, lines=[3], repeats=1, **options)
+    assert lines.points[0].answers[0].ends_in_thought == thinking
+
+
+def test_an_exact_answer_in_a_thought_is_not_the_response(tokenizer, monkeypatch):
+    """The template opens the thought; greedy decoding gives the answer, closes the thought and says something else."""
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
+    model, tokens = Speaker(tokenizer, "Alm.</think>Im Stall."), tokenizer("One day. " * 200)["input_ids"][1:]
+    model.k = 4
+    cow = COW | {"needle": "Die Kuh? Wo steht die Kuh Berta? Antwort: auf der</turn><assistant><think>Alm."}
+    needle = needle_in_a_haystack(model, tokenizer, tokens, lengths=[300], depths=[0.5], **cow, chat_template=True)
+    (answer,) = needle.cells[0].answers
+    assert answer.exact and not answer.matched and not answer.ends_in_thought
+
+
+def test_responses_fit_into_the_context(tokenizer):
+    """Default lengths leave room for --reply-tokens."""
+    model, tokens = Speaker(tokenizer, "No"), tokenizer("One day. " * 200)["input_ids"][1:]
+    model.config.max_position_embeddings = 600
+    lengths = needle_in_a_haystack(model, tokenizer, tokens, depths=[0.5], reply_tokens=300).lengths
+    assert max(lengths) == 300
+    for task in (needle_in_a_haystack, line_retrieval):
+        arguments = [tokens] if task is needle_in_a_haystack else []
+        with pytest.raises(ValueError, match="reply_tokens requires replies"):
+            task(model, tokenizer, *arguments, replies=False, reply_tokens=9)

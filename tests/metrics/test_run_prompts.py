@@ -58,6 +58,6 @@ def test_scores_and_replies_are_those_of_the_model(engine):
         expected = local.score(CORPUS[:30], CORPUS[21:31], range(20, 30))
         for values, others in zip(reader.score(CORPUS[:30], CORPUS[21:31], range(20, 30)), expected):
             np.testing.assert_allclose(values, others, rtol=1e-5)
-        tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
+        tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
         text = reader.reply(CORPUS[:5], 3, tokenizer)
         assert len(text.split()) == 3

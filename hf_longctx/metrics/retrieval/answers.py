@@ -18,6 +18,7 @@ import numpy as np
 
 from ..result import Number, plural
 from ..task import Answered, Counts, TaskResult
+from .thoughts import after_thought
 
 
 REPLY_MARGIN = 16  # number of tokens by which a response may be longer than the answer
@@ -25,14 +26,6 @@ FEWEST = 5  # minimum number of haystacks or records for a confidence interval
 # Characters of scripts that do not separate words with spaces
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 RATES = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
-# Markers that open and close a model's thinking
-THOUGHTS = {
-    "<think>": "</think>",
-    "<thinking>": "</thinking>",
-    "<thought>": "</thought>",
-    "<seed:think>": "</seed:think>",
-    "[THINK]": "[/THINK]",
-}
 
 
 @dataclass(frozen=True)
@@ -54,20 +47,30 @@ class Answer:
     matched: bool
 
     @classmethod
-    def of(cls, response: Answered, tokens: int, matches: Callable[[str], bool], opened: str = "") -> Answer:
+    def of(
+        cls,
+        response: Answered,
+        tokens: int,
+        matches: Callable[[str], bool],
+        opened: str = "",
+        special: Sequence[str] = (),
+    ) -> Answer:
         """Score a response.
 
         Args:
             response: response of the model.
             tokens: number of tokens in the correct answer.
             matches: function that returns whether a string contains the correct answer. Before the call, we remove the
-                thinking from the response.
-            opened: marker in the prompt that opens the model's thinking; see `opened_thought`.
+                thinking and the special tokens from the response.
+            opened: end of the prompt, if it opens the model's thinking; see `opened_thought`.
+            special: the tokenizer's special tokens.
         """
         if response.reply is None:
             return cls(response.log_prob, tokens, response.exact, None, response.exact)
         reply = opened + response.reply
         found = after_thought(reply)
+        if found is not None and special:
+            found = re.sub("|".join(map(re.escape, special)), " ", found)
         return cls(response.log_prob, tokens, response.exact, reply, found is not None and matches(found))
 
     @property
@@ -139,30 +142,6 @@ def wilson(rate: float, answers: int) -> tuple[float, float]:
     half = z / (1 + z**2 / answers) * math.sqrt(rate * (1 - rate) / answers + z**2 / (4 * answers**2))
     # for rates of 0 and 1, the formula would add a rounding error to the bounds 0 and 1
     return 0.0 if rate == 0 else centre - half, 1.0 if rate == 1 else centre + half
-
-
-def opened_thought(prompt: str) -> str:
-    """Return the opening marker of a thinking block that the prompt does not close.
-
-    If there is no such block, return an empty string.
-
-    >>> opened_thought("<|assistant|><think>"), opened_thought("<|assistant|><think></think>")
-    ('<think>', '')
-    """
-    opened = [mark for mark, end in THOUGHTS.items() if prompt.rfind(mark) > prompt.rfind(end)]
-    return opened[0] if opened else ""
-
-
-def after_thought(response: str) -> str | None:
-    """Return the part of a response after the model's thinking. If the thinking does not end, return None.
-
-    >>> after_thought("<think>The cow ...</think> Alm"), after_thought("Alm"), after_thought("<think>The cow")
-    (' Alm', 'Alm', None)
-    """
-    if opened_thought(response):
-        return None
-    ends = [response.rfind(end) + len(end) for end in THOUGHTS.values() if end in response]
-    return response[max(ends, default=0) :]
 
 
 def contains_text(reply: str, expected: str) -> bool:
@@ -274,7 +253,7 @@ class Retrieval(TaskResult):
         if thinking:
             text += (
                 f"; {thinking} of {plural(len(answers), 'response')} ended while the model was thinking, and count as wrong: "
-                """try --chat-template-kwargs '{"enable_thinking": false}'"""
+                """try --chat-template-kwargs '{"enable_thinking": false}', or more --reply-tokens"""
             )
         return super().with_gaps(text)
 

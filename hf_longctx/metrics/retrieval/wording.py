@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..checks import check_token_ids
-from ..task import Ask, Task, Trial, option
-from .answers import REPLY_MARGIN, contains_text, opened_thought
+from ..task import Answered, Ask, Task, Trial, option
+from .answers import REPLY_MARGIN, Answer, contains_text
+from .thoughts import opened_thought
 
 
 QUESTION = "What is the best thing to do in San Francisco?"
@@ -115,7 +116,8 @@ class RetrievalTask(Task):
     Attributes:
         frame: chat prompt around the user message; None without a chat template.
         encode: function that encodes a part of a prompt. With a chat template, it encodes special tokens as such.
-        opened: marker at the end of the chat prompt that opens the model's thinking; see `opened_thought`.
+        opened: end of the chat prompt, if it opens the model's thinking; see `opened_thought`.
+        special: the tokenizer's special tokens, longest first.
     """
 
     asks = True
@@ -133,6 +135,16 @@ class RetrievalTask(Task):
         "if the most likely tokens are not exactly the answer, generate a response and search the response for the "
         "answer",
     )
+    reply_tokens: int | None = option(
+        None,
+        "maximum number of tokens in a response, including its thinking (default: 16 more than the answer)",
+        least=1,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.reply_tokens is not None and not self.replies:
+            raise ValueError("reply_tokens requires replies. Drop one of the two options.")
 
     def prepare(self):
         subject = self.subject
@@ -150,6 +162,10 @@ class RetrievalTask(Task):
         frame = chat_frame(subject.tokenizer, self.chat_template_kwargs) if self.chat_template else None
         encode = subject.encode if frame is None else subject.encode_chat
         self.fill(frame=frame, encode=encode, opened=opened_thought(frame.tail if frame else ""))
+        added = getattr(subject.tokenizer, "added_tokens_decoder", {}).values()
+        special = {str(token) for token in added if token.special}
+        special |= set(getattr(subject.tokenizer, "all_special_tokens", ()))
+        self.fill(special=sorted(special, key=len, reverse=True))
 
     def check_ids(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return token ids as an int64 array. If an id is not in the model's vocabulary, raise ValueError."""
@@ -162,8 +178,23 @@ class RetrievalTask(Task):
         """
         if self.query_aware:
             context = len(prompt) - 1  # the last token predicts the answer, so it must read the compressed cache
-        return Ask(prompt, answer, self.replies * (len(answer) + REPLY_MARGIN), context)
+        return Ask(prompt, answer, self.reply_limit(len(answer)), context, bool(self.opened))
 
-    def trial(self, key: Any, tokens: int, questions: int) -> Trial:
-        """Create a trial with several questions. `tokens` is the maximum total length of prompt and answer."""
-        return Trial(key, tokens + self.replies * REPLY_MARGIN, questions)
+    def answer_of(self, response: Answered, tokens: int, matches: Callable[[str], bool]) -> Answer:
+        """Score a response; see `Answer.of`."""
+        return Answer.of(response, tokens, matches, self.opened, self.special)
+
+    def reply_limit(self, answer: int) -> int:
+        """Return the maximum number of tokens in a response to a question with an answer of `answer` tokens."""
+        return self.replies * (self.reply_tokens or answer + REPLY_MARGIN)
+
+    @property
+    def reply_room(self) -> int:
+        """The number of tokens of the context that default lengths leave free for responses."""
+        return max(2 * REPLY_MARGIN, self.reply_tokens or 0)
+
+    def trial(self, key: Any, lengths: Sequence[tuple[int, int]]) -> Trial:
+        """Create a trial with several questions. `lengths` contains the tokens of each prompt and its answer."""
+        return Trial(
+            key, max(prompt + max(answer, self.reply_limit(answer)) for prompt, answer in lengths), len(lengths)
+        )

@@ -94,7 +94,7 @@ class OfflineModel(PromptReader):
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any) -> str:
         (output,) = self._generate(prompt[None], max_tokens=tokens)
-        return tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+        return tokenizer.decode(self.without_end([*output.outputs[0].token_ids]))
 
     def _generate(self, prompts, **options):
         from vllm import SamplingParams

@@ -80,6 +80,14 @@ class Reader:
                 return value[0] if isinstance(value, (list, tuple)) else value  # chat models may have several EOS ids
         return None
 
+    def without_end(self, ids: list[int]) -> list[int]:
+        """Return generated ids up to the first EOS of the configs, without the EOS."""
+        ends: set[int] = set()
+        for config in self.configs:
+            value = getattr(config, "eos_token_id", None)
+            ends.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+        return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
+
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
         """Return a context manager that prepares the model. `predict`, `score` and `reply` are only called inside it.
 
@@ -250,7 +258,7 @@ class LocalReader(Reader):
             pad_token_id=0 if pad is None else pad,  # any id works, because a single sequence is not padded
             **options,
         )
-        return tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
+        return tokenizer.decode(self.without_end(output[0, len(prompt) :].tolist()))
 
     def _prefilled(self, prompt, context):
         """Return the compressed cache of all tokens of a prompt but the last, as an argument of `generate`."""

@@ -218,7 +218,7 @@ def answer(reader: Reader, request: Request, tokenizer: Any) -> Any:
     exact, reply = bool((best == request.answer).all()), None
     if request.reply:
         say = partial(reader.reply, request.prompt, request.reply, tokenizer, **context)
-        reply = tokenizer.decode(request.answer) if exact else say()
+        reply = tokenizer.decode(request.answer) if exact and not request.thinks else say()
     return Answered(float(max(log_probs.sum(), -1e9)), exact, reply)  # JSON does not support infinity
 
 

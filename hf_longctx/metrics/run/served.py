@@ -146,6 +146,7 @@ class ServedModel(PromptReader):
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any = None) -> str:
         """Return the greedy response, decoded with the server's tokenizer."""
         body = {"model": self.model, "prompt": prompt.tolist(), "max_tokens": tokens, "temperature": 0}
+        body |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}  # some open and close thoughts
         return self.complete(body)["choices"][0]["text"]
 
     def _choose_model(self, model):

@@ -166,7 +166,8 @@ class Lines(RetrievalTask):
 
     def prepare(self):
         super().prepare()
-        lines, limit = self.lines or line_counts(self.subject.context, self.subject.encode), self.subject.limit
+        free = self.subject.context - (self.reply_tokens or 0)
+        lines, limit = self.lines or line_counts(free, self.subject.encode), self.subject.limit
         if self.lines is None and limit is not None and record_tokens(lines[0], self.subject.encode) > limit:
             raise ValueError(f"{limit} tokens are too few for a record of {lines[0]} lines. Raise the context length.")
         self.fill(lines=lines, questions={n: [self.draw(n, i) for i in range(self.repeats)] for n in lines})
@@ -189,7 +190,7 @@ class Lines(RetrievalTask):
 
     def trials(self, scores):
         return [
-            self.trial(n, max(len(prompt) + len(answer) for _, prompt, answer in drawn), self.repeats)
+            self.trial(n, [(len(prompt), len(answer)) for _, prompt, answer in drawn])
             for n, drawn in self.questions.items()
         ]
 
@@ -200,13 +201,13 @@ class Lines(RetrievalTask):
         """Return the number of prompt tokens before the question."""
         prompt = record_prompt(record, self.frame)
         before = prompt[: prompt.index(record.text) + len(record.text)]
-        ids, _ = split_encoding(self.subject.encode, before, prompt.removeprefix(before))
+        ids, _ = split_encoding(self.encode, before, prompt.removeprefix(before))
         return len(ids) + (self.frame is None)  # without a chat template, a prompt begins with BOS
 
     def score(self, n, responses):
         records, prompts, right = zip(*self.questions[n])
         answers = [
-            Answer.of(response, len(answer), partial(contains_number, expected=record.number), self.opened)
+            self.answer_of(response, len(answer), partial(contains_number, expected=record.number))
             for record, answer, response in zip(records, right, responses)
         ]
         tokens = [len(prompt) + len(answer) for prompt, answer in zip(prompts, right)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import RATES, REPLY_MARGIN, Answer, Answers, Retrieval, contains_text
+from ..retrieval.answers import RATES, Answer, Answers, Retrieval, contains_text
 from ..retrieval.haystack import (
     DEPTHS,
     draw_begins,
@@ -183,11 +183,11 @@ class Needle(RetrievalTask):
             self.check_ids(piece, ids)
         lengths = self.lengths
         if lengths is None:
-            longest = subject.context - 2 * REPLY_MARGIN
+            longest = subject.context - self.reply_room
             lengths = [n for n in (longest * i // 8 for i in range(1, 9)) if n > pieces.tokens]
             if not lengths:
                 raise ValueError(
-                    f"the context must have at least {pieces.tokens + 1 + 2 * REPLY_MARGIN} tokens, got "
+                    f"the context must have at least {pieces.tokens + 1 + self.reply_room} tokens, got "
                     f"{subject.context}. Measure a longer context, or choose a shorter needle."
                 )
         questions, begins = [(depth, repeat) for repeat in range(self.repeats) for depth in self.depths], {}
@@ -201,7 +201,8 @@ class Needle(RetrievalTask):
         return {"pieces_sha256": content_hash(np.concatenate(self.pieces))}
 
     def trials(self, scores):
-        return [self.trial(key, key[0], self.repeats) for key in self.begins]
+        answer = len(self.pieces.answer)
+        return [self.trial(key, [(key[0] - answer, answer)] * self.repeats) for key in self.begins]
 
     def prompt(self, length: int, depth: float, begin: int) -> tuple[np.ndarray, int]:
         """Return the ids of a prompt, and the number of tokens before the needle.
@@ -220,7 +221,7 @@ class Needle(RetrievalTask):
 
     def score(self, key, responses):
         matches, tokens = partial(contains_text, expected=self.words.answer), len(self.pieces.answer)
-        answers = [Answer.of(response, tokens, matches, self.opened) for response in responses]
+        answers = [self.answer_of(response, tokens, matches) for response in responses]
         positions = [self.prompt(*key, begin)[1] for begin in self.begins[key]]
         return NeedleCell(answers, *key, positions, self.begins[key]).score()[1]
 
