@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ STDLIB = "stdlib"
 # Preferred splits of a dataset, in this order. If none of them exists, we read the first split.
 SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-# Columns of conversations and of their options, named as in TRL
-CONVERSATIONS, CHAT_OPTIONS = (("messages",), ("prompt", "completion")), ("tools", "chat_template_kwargs")
+# Columns of conversations and of their options, named as in TRL, and columns that select what is scored
+CONVERSATIONS = (("messages",), ("prompt", "completion"))
+CHAT_OPTIONS = ("tools", "chat_template_kwargs", "weight", "loss_mask", "completion_mask", "assistant_masks")
 SUFFIXES = (*PLAIN, *TABLES)  # by priority: in a folder, we read only the files with the first suffix found
 HUB_TIMEOUT_S = 3.0
 
@@ -128,7 +130,7 @@ def open_source(
         part: part to read, "held_out" or "train". This applies to a dataset, to "pg19" and to "stdlib".
         column: table column to read. Default: "text".
         conversations: whether to read a table of conversations as dicts. Each dict has "messages", or "prompt" and
-            "completion". Each dict also has "tools" and "chat_template_kwargs"; both may be None. If `column` is set,
+            "completion". Each dict also has the columns in `CHAT_OPTIONS`, which may be None. If `column` is set,
             `conversations` has no effect.
     """
     if source is None:
@@ -207,7 +209,11 @@ def _read(path, source, part, column, conversations):
         ) from error
     found = next((names for names in CONVERSATIONS if set(names) <= set(columns)), None)
     if conversations and found and column is None:
-        yield from ({name: row.get(name) for name in (*found, *CHAT_OPTIONS)} for row in rows)
+        if path.is_file() and TABLES[suffix] == "json":
+            written = _json_rows(path)
+        else:
+            written = (_without_added_nulls(row, rows.features) for row in rows)
+        yield from ({name: row.get(name) for name in (*found, *CHAT_OPTIONS)} for row in written)
         return
     column = column or "text"
     if column not in columns:
@@ -222,6 +228,50 @@ def _read(path, source, part, column, conversations):
                 f'The column "{column}" of {path} must contain strings, got {type(row[column]).__name__}.'
             )
         yield row[column]
+
+
+def _json_rows(path):
+    """Yield the rows of a JSON file, which contains an array or lines, as they were written.
+
+    Arrow would add null fields and convert strings that look like dates.
+    """
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+        lines: Any = file
+        if path.name.lower().removesuffix(".gz").endswith(".json"):
+            text = file.read()
+            try:
+                rows = json.loads(text)
+            except json.JSONDecodeError:
+                lines = text.split("\n")
+            else:
+                yield from rows if isinstance(rows, list) else [rows]
+                return
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path} cannot be read as json: line {number}: {error}") from error
+
+
+def _without_added_nulls(value, feature):
+    """Remove null fields at any depth. Arrow adds them where rows have different fields.
+
+    A field that the author of the table set to null looks the same. In a column of JSON, nulls are the author's.
+    """
+    import datasets
+
+    if isinstance(feature, getattr(datasets, "Json", ())):  # older versions of datasets do not have this type
+        return value
+    if isinstance(value, dict):
+        kinds = feature if isinstance(feature, dict) else {}
+        return {
+            name: _without_added_nulls(entry, kinds.get(name)) for name, entry in value.items() if entry is not None
+        }
+    if isinstance(value, list):
+        kind = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+        return [_without_added_nulls(entry, kind) for entry in value]
+    return value
 
 
 def stdlib_text(part: str) -> str:

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,6 +17,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 TOKEN: Any = np.dtype([("id", np.uint32), ("first", bool), ("scored", bool)])  # `first` marks a document's first token
 PROBE = "hf-longctx-probe"  # placeholder content that locates a turn in the rendered conversation
 QUESTION = {"role": "user", "content": "Who?"}
+ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython", "environment"}
+# Fields of a turn that select whether it is scored: `weight` (OpenAI, mistral-finetune), `train` and `training`
+# (axolotl), `trainable` and `loss_mask` (verl), `loss` (ms-swift), `step_loss_mask` (slime), `masked` (torchtune)
+SELECTING = ("weight", "train", "training", "trainable", "loss_mask", "step_loss_mask", "loss", "masked")
+# Fields that score parts of a turn or conversation, or weigh them
+UNSUPPORTED_IN_TURN = ("train_detail", "training_detail", "loss_scale", "loss_weight", "mask")
+UNSUPPORTED_IN_ROW = ("loss_mask", "completion_mask", "assistant_masks")
 
 
 def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
@@ -23,8 +31,9 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
 
     Args:
         row: one of: {"messages": turns}; {"prompt": turns, "completion": turns}; {"prompt": string, "completion":
-            string}. `turns` is a list of {"role", "content"}. If the row has turns, its "tools" and
-            "chat_template_kwargs" are passed to the chat template.
+            string}. `turns` is a list of {"role", "content"}. A turn or row with {"weight": 0}, or with another field
+            in `SELECTING`, is not scored. If the row has turns, its "tools" and "chat_template_kwargs" are passed to
+            the chat template.
         tokenizer: a fast transformers tokenizer; messages require a chat template.
 
     Returns:
@@ -32,9 +41,13 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
         `{% generation %}` marks give the assistant's turns. If there are no marks, `find_answer` finds the turns.
 
     Raises:
-        ValueError: the tokenizer does not have a chat template; the turns are malformed; or the assistant's turns
-            cannot be found in the rendered conversation.
+        ValueError: the tokenizer does not have a chat template; the turns are malformed; the assistant's turns cannot
+            be found in the rendered conversation; or a field weighs turns, or scores parts of a turn.
     """
+    for name in UNSUPPORTED_IN_ROW:
+        if row.get(name) is not None:
+            raise ValueError(f"the column `{name}` is not supported. Give single turns a `weight` of 0 or 1.")
+    is_excluded = selects(row, ("weight",), "the conversation") is False
     if "messages" not in row and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         text = row["prompt"] + row["completion"]
         ids, scored = encode_spans(text, [(len(row["prompt"]), len(text))], tokenizer, add_special_tokens=True)
@@ -42,35 +55,94 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
             ids, scored = np.append(ids, tokenizer.eos_token_id), np.append(scored, False)
         scored[-1] = True
     else:
-        before = [] if "messages" in row else row["prompt"] or []
-        turns = row["messages"] if "messages" in row else [*before, *(row["completion"] or [])]
-        are_turns = isinstance(turns, list) and all(isinstance(turn, dict) and "role" in turn for turn in turns)
-        if not (turns and are_turns):
-            raise ValueError(
-                f'turns must be a list of {{"role", "content"}}, got {str(turns)[:80]}. For ShareGPT, rename '
-                'the fields "from" and "value" to "role" and "content", and the roles "human" and "gpt" to "user" and '
-                '"assistant".'
-            )
-        turns = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+        turns, first = turns_of(row)
+        excluded = excluded_turns(turns, first)
+        turns = [{n: field for n, field in turn.items() if n not in SELECTING and field is not None} for turn in turns]
         tools = [parse_json(tool) for tool in parse_json(row.get("tools")) or []]
-        options = without_nulls({**(parse_json(row.get("chat_template_kwargs")) or {}), "tools": tools or None})
-        text, spans = render_turns(turns, len(before), tokenizer, options)
+        options = {**(parse_json(row.get("chat_template_kwargs")) or {}), "tools": tools or None}
+        text, spans = render_turns(turns, first, excluded, tokenizer, options)
         ids, scored = encode_spans(text, spans, tokenizer, add_special_tokens=False)
     tokens = np.zeros(len(ids), TOKEN)
-    tokens["id"], tokens["scored"], tokens["first"][0] = ids, scored, True
+    tokens["id"], tokens["scored"], tokens["first"][0] = ids, scored & (not is_excluded), True
     return tokens
+
+
+def turns_of(row: dict[str, Any]) -> tuple[list[dict], int]:
+    """Return the turns of a conversation, and the index of the first turn that may be scored."""
+    if "messages" in row:
+        turns, first = row["messages"], 0
+    else:
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, str) or isinstance(completion, str):
+            kinds = ["a string" if isinstance(part, str) else type(part).__name__ for part in (prompt, completion)]
+            raise ValueError(
+                f"`prompt` and `completion` must both be strings, or both be lists of turns, got {' and '.join(kinds)}. "
+                'To make a turn of a prompt: [{"role": "user", "content": prompt}].'
+            )
+        first = len(prompt or [])
+        turns = [*(prompt or []), *(completion or [])]
+    are_turns = isinstance(turns, list) and all(isinstance(turn, dict) and "role" in turn for turn in turns)
+    if not (turns and are_turns):
+        raise ValueError(
+            f'turns must be a list of {{"role", "content"}}, got {str(turns)[:80]}. For ShareGPT, rename '
+            'the fields "from" and "value" to "role" and "content", and the roles "human" and "gpt" to "user" and '
+            '"assistant".'
+        )
+    return turns, first
+
+
+def selects(fields: dict[str, Any], names: Sequence[str], place: str) -> bool | None:
+    """Return whether a turn or row is selected for the loss. Return None if it does not have a field that selects it.
+
+    Raises:
+        ValueError: a field has another value than 0, 1, false or true.
+    """
+    selected = None
+    for name in names:
+        value = fields.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ValueError(
+                f"`{name}` of {place} must be 0, 1, false or true, got {value!r}. All scored tokens have the same weight."
+            )
+        selected = (selected is not False) and bool(value) != (name == "masked")
+    return selected
+
+
+def excluded_turns(turns: list[dict], first: int) -> set[int]:
+    """Return the indices of the turns that the data exclude from the loss.
+
+    Raises:
+        ValueError: a turn that cannot be scored is selected, or a field is not supported.
+    """
+    excluded = set()
+    for number, turn in enumerate(turns):
+        place = f"turn {number + 1}"
+        parts = turn["content"] if isinstance(turn.get("content"), list) else []
+        unsupported = [name for name in UNSUPPORTED_IN_TURN if turn.get(name) is not None]
+        unsupported += [
+            name for part in parts if isinstance(part, dict) for name in SELECTING if part.get(name) is not None
+        ]
+        if unsupported:
+            raise ValueError(
+                f"`{unsupported[0]}` of {place} is not supported. Only whole turns can be selected, by a `weight` of 0 or 1."
+            )
+        selected = selects(turn, SELECTING, place)
+        if selected and (turn["role"] != "assistant" or number < first):
+            (name, *_) = [name for name in SELECTING if turn.get(name) is not None]
+            raise ValueError(
+                f"`{name}` selects {place}, but the loss covers only the assistant's turns"
+                f"{' of the completion' if first else ''}. Remove this field from the turn, whose role is {turn['role']!r}."
+            )
+        if selected is False:
+            excluded.add(number)
+    return excluded
 
 
 def parse_json(value: Any) -> Any:
     """Parse a JSON string; some tables store such strings. Return other values unchanged."""
     return json.loads(value) if isinstance(value, str) else value
-
-
-def without_nulls(value: Any) -> Any:
-    """Remove null fields. Tables insert them if rows have different fields."""
-    if isinstance(value, dict):
-        return {name: without_nulls(field) for name, field in value.items() if field is not None}
-    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def encode_spans(text: str, spans: list[tuple[int, int]], tokenizer, **options) -> tuple[np.ndarray, np.ndarray]:
@@ -89,11 +161,17 @@ def common_length(a: Sequence, b: Sequence) -> int:
     return bisect(range(1, min(len(a), len(b)) + 1), False, key=lambda n: a[:n] != b[:n])
 
 
-def render_turns(turns: list[dict], first: int, tokenizer, options: dict) -> tuple[str, list[tuple[int, int]]]:
+def render_turns(
+    turns: list[dict], first: int, excluded: set[int], tokenizer, options: dict
+) -> tuple[str, list[tuple[int, int]]]:
     """Render a conversation. Return the text, and the character spans of the assistant's turns.
 
-    The spans of turns before index `first` are left out.
+    The spans of turns before index `first`, and of `excluded` turns, are left out.
+
+    Raises:
+        ValueError: a turn cannot be found in the text.
     """
+    answers = [number for number, turn in enumerate(turns) if number >= first and turn["role"] == "assistant"]
     template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
     words = [token[1:] for token in Environment().lex(template) if token[1] != "whitespace"]
     if any(word[0] == "block_begin" and follower[1] == "generation" for word, follower in pairwise(words)):
@@ -104,23 +182,39 @@ def render_turns(turns: list[dict], first: int, tokenizer, options: dict) -> tup
             (text,), (spans,) = rendered
             return text, spans
 
+        def begin_of(answer: int) -> int:
+            probed = [with_probe(turn) if number == answer else turn for number, turn in enumerate(turns)]
+            return common_length(text, render_marked(probed)[0])
+
         text, spans = render_marked(turns)
-        if first == 0:
+        if first > 0:
+            begin = begin_of(answers[0]) if answers else len(text)
+            spans = [span for span in spans if span[1] > begin]
+        if not excluded.intersection(answers):
             return text, spans
-        answers = [number for number, turn in enumerate(turns) if number >= first and turn["role"] == "assistant"]
-        probed = [with_probe(turn) if number in answers[:1] else turn for number, turn in enumerate(turns)]
-        begin = common_length(text, render_marked(probed)[0])
-        return text, [span for span in spans if span[1] > begin]
+        marked = dict(zip(answers, spans))
+        is_known = len(marked) == len(answers) == len(spans)
+        if not is_known or any(
+            not marked[n][0] <= begin_of(n) <= marked[n][1] for n in excluded.intersection(answers)
+        ):
+            raise ValueError(
+                f"Turn {min(excluded.intersection(answers)) + 1} is excluded from the loss, but cannot be found: the chat "
+                f"template marks {len(spans)} spans for {len(answers)} assistant's turns. Mark each assistant's turn "
+                "with its own {% generation %}...{% endgeneration %}."
+            )
+        return text, [span for number, span in marked.items() if number not in excluded]
 
     def render(turns: list[dict], **more) -> str:
         return tokenizer.apply_chat_template(turns, tokenize=False, **options, **more)
 
     special = "|".join(map(re.escape, special_tokens(tokenizer)))
-    text, spans = render(turns), [(0, 0)]
-    for number, turn in enumerate(turns):
-        if number >= first and turn["role"] == "assistant":
-            spans.append(find_answer(text, turns, number, spans[-1][1], render, special))
-    return text, spans[1:]
+    text, spans, after = render(turns), [], 0
+    for number in answers:
+        span = find_answer(text, turns, number, after, render, special)
+        after = span[1]
+        if number not in excluded:
+            spans.append(span)
+    return text, spans
 
 
 def special_tokens(tokenizer) -> list[str]:
@@ -185,12 +279,32 @@ def find_answer(
     )
 
 
+def reason_to_drop(row: dict) -> str:
+    """Return why a conversation does not have a scored token."""
+    if selects(row, ("weight",), "the conversation") is False:
+        return "with a `weight` of 0"
+    if "messages" not in row and isinstance(row["prompt"], str):
+        return "without a scored token"
+    turns, first = turns_of(row)
+    answers = [turn for turn in turns[first:] if turn["role"] == "assistant"]
+    if not answers:
+        roles = sorted({str(turn["role"]) for turn in turns[first:]})
+        return (
+            f"without an assistant's turn{' in the completion' if first else ''} (roles: {', '.join(roles) or 'none'})"
+        )
+    if all(selects(turn, SELECTING, "a turn") is False for turn in answers):
+        return "whose assistant's turns are all excluded from the loss"
+    return "without a scored token"
+
+
 def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[np.ndarray]:
     """Encode conversations, and drop conversations without a scored token.
 
-    Prints one warning to stderr if an answer does not end with a special token.
+    At the end, prints to stderr how many conversations were dropped and why, and which roles are unknown. Prints one
+    warning if an answer does not end with a special token.
     """
     special, is_reported = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), False
+    dropped, unknown, number = Counter(), Counter(), 0
     for number, row in enumerate(rows, 1):
         try:
             tokens = encode_conversation(row, tokenizer)
@@ -200,8 +314,12 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[np.ndarray
             ) from error
         except ValueError as error:
             raise ValueError(f"Conversation {number}: {error}") from error
+        for part in ("messages", "prompt", "completion"):
+            if isinstance(row.get(part), list):
+                unknown.update(turn["role"] for turn in row[part] if turn["role"] not in ROLES)
         scored = tokens["id"][tokens["scored"]].tolist()
         if not scored:
+            dropped[reason_to_drop(row)] += 1
             continue
         written = (token for token in reversed(scored) if token in special or tokenizer.decode([token]).strip())
         if not is_reported and next(written, None) not in special:
@@ -213,6 +331,15 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[np.ndarray
                 file=sys.stderr,
             )
         yield tokens
+    if dropped:
+        reasons = "; ".join(f"{count} {reason}" for reason, count in dropped.most_common())
+        print(f"Dropped {dropped.total()} of {number} conversations: {reasons}.", file=sys.stderr)
+    for role, count in unknown.most_common():
+        print(
+            f"{count} turns have the unknown role {role!r}, and are not scored. If this is the assistant's role, rename "
+            "it to 'assistant'.",
+            file=sys.stderr,
+        )
 
 
 __all__ = ["TOKEN", "encode_conversation", "encode_conversations"]

@@ -5,6 +5,7 @@ boundaries by the EOS. Labels do not cross a boundary, and positions restart at 
 """
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import groupby, islice, pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from tqdm import tqdm
 
@@ -36,6 +38,9 @@ class TokenDataset(Dataset):
         eos_token_id: id of the token that ends a document. None: the file is one document.
         vocab_size: exclusive upper bound on the token ids.
         packing: if False, a sequence contains tokens of one document only, and is right-padded to `length`.
+
+    Attributes:
+        unscored: number of sequences that were dropped because they do not have a scored token.
 
     Items are dicts of "input_ids", "position_ids" and "labels". All values are (T,), int64; see `make_sequence`.
     Without packing, "attention_mask" replaces "position_ids".
@@ -67,6 +72,7 @@ class TokenDataset(Dataset):
             raise ValueError(
                 f"{path} has {len(ids)} tokens; one sequence needs {length}. Give more data, or lower --max_length."
             )
+        self.unscored = 0
         self.begins = np.arange(0, len(ids) - length + 1, length)
         self.ends = self.begins + length
         if not packing:
@@ -79,6 +85,7 @@ class TokenDataset(Dataset):
             scored = self.records["scored"][: self.ends[-1]].copy()
             scored[self.begins] = False  # the first token of a sequence is not predicted
             has_labels = np.logical_or.reduceat(scored, self.begins)
+            self.unscored = int((~has_labels).sum())
             self.begins, self.ends = self.begins[has_labels], self.ends[has_labels]
 
     def __len__(self):
@@ -176,7 +183,7 @@ def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | 
             file.write(tokens.data)
             count += len(tokens)
         if count == 0:
-            raise ValueError(f"{source} does not contain a conversation with an assistant's turn.")
+            raise ValueError(f"{source} does not contain a conversation with an assistant's turn that is scored.")
         file.seek(0)
         np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
     os.rename(unfinished, path)
@@ -210,7 +217,14 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
                 path = Path(str(args.output_dir), "data", f"{digest_of(key)[:16]}.npy")
                 if not path.exists():
                     pack(source, tokenizer, path, part, args.text_column)
-            parts.append(TokenDataset(path, args.max_length, eos, len(tokenizer), args.packing))
+            dataset = TokenDataset(path, args.max_length, eos, len(tokenizer), args.packing)
+            parts.append(dataset)
+            if dataset.unscored:
+                PartialState().print(
+                    f"Dropped {dataset.unscored} of {len(dataset) + dataset.unscored} sequences of {source}, because "
+                    "they do not contain a scored token.",
+                    file=sys.stderr,
+                )
         loaded[part] = ConcatDataset(parts) if None in shares else mix(parts, shares)
         hashes = [digest_of_source(dataset.path) for dataset in parts]
     train = loaded["train"]

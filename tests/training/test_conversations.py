@@ -7,8 +7,12 @@ import pytest
 from demo_model import DEMO
 from transformers import AutoTokenizer
 
+from hf_longctx.training import FinetuneConfig
 from hf_longctx.training.conversations import encode_conversation
-from hf_longctx.training.data import encode, pack
+from hf_longctx.training.data import encode, load_datasets, pack
+
+
+datasets = pytest.importorskip("datasets", reason="conversations are tables: pip install 'hf-longctx[training]'")
 
 
 CHATML = """{% for message in messages %}<|{{ message.role }}|>
@@ -190,7 +194,7 @@ def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer):
         "{{ '<calm>' if calm }}" + CHATML
     )
     tool = {"type": "function", "function": {"name": "find_fox", "parameters": {"type": "object", "properties": {}}}}
-    row = {"messages": TURNS, "tools": [tool | {"of_another_row": None}], "chat_template_kwargs": {"calm": True}}
+    row = {"messages": TURNS, "tools": [tool], "chat_template_kwargs": {"calm": True}}
     ids = encode_conversation(row, chatml_tokenizer)["id"]
     assert chatml_tokenizer.decode(ids).startswith("<tool>find_fox2<calm><|system|>")
     assert runs(row, chatml_tokenizer) == ["The fox.</s>\n", "It no longer needs it.</s>\n"]
@@ -239,9 +243,20 @@ NO_TURNS = r'Conversation 1: turns must be a list of {"role", "content"}, got'
         ([{"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]}], NO_TURNS),
         ([{"messages": json.dumps(TURNS)}], NO_TURNS),
         ([{"messages": None}], NO_TURNS),
-        ([{"prompt": "Hi", "completion": TURNS[2:3]}], NO_TURNS),
+        ([{"prompt": "Hi", "completion": TURNS[2:3]}], "must both be .* turns, got a string and list"),
+        ([{"prompt": TURNS[1:2], "completion": "Hi"}], "must both be .* turns, got list and a string"),
+        ([{"prompt": None, "completion": "Hi"}], "must both be .* turns, got NoneType and a string"),
     ],
-    ids=["error of the template", "no answer", "ShareGPT", "text", "null", "text and turns"],
+    ids=[
+        "error of the template",
+        "no answer",
+        "ShareGPT",
+        "text",
+        "null",
+        "text and turns",
+        "turns and text",
+        "no prompt",
+    ],
 )
 def test_conversations_that_cannot_be_read_are_refused(rows, says, tokenizer, tmp_path):
     tokenizer.chat_template = USER_FIRST + CHATML
@@ -249,3 +264,194 @@ def test_conversations_that_cannot_be_read_are_refused(rows, says, tokenizer, tm
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match=says):
         pack(str(source), tokenizer, tmp_path / "tokens.npy")
+
+
+SELECTIONS = [dict(weight=0), dict(weight=0.0), dict(train=False), dict(training=False), dict(trainable=False)]
+SELECTIONS += [dict(loss=False), dict(loss_mask=0), dict(step_loss_mask=0), dict(masked=True)]
+SELECTIONS += [dict(weight=1, train=False), dict(weight=0, trainable=None)]
+
+
+@pytest.mark.parametrize("fields", SELECTIONS, ids=str)
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_turn_that_the_data_exclude_is_rendered_but_not_scored(is_marked, fields, chatml_tokenizer):
+    template = TEMPLATES["default system prompt"]
+    template = marked(template) if is_marked else template.replace("BEGIN", "").replace("END", "")
+    chatml_tokenizer.chat_template = template
+    answers = {"The fox.<|im_end|>\n": 2, "It no longer needs it.<|im_end|>\n": 4}
+    whole = encode_conversation({"messages": TURNS}, chatml_tokenizer)
+    assert runs({"messages": TURNS}, chatml_tokenizer) == list(answers)
+    for answer, number in answers.items():
+        turns = [turn | fields if i == number else turn for i, turn in enumerate(TURNS)]
+        for row in ({"messages": turns}, {"prompt": turns[:2], "completion": turns[2:]}):
+            assert runs(row, chatml_tokenizer) == [other for other in answers if other != answer]
+            assert encode_conversation(row, chatml_tokenizer)["id"].tolist() == whole["id"].tolist()
+    selected = [turn | {"weight": 1} if turn["role"] == "assistant" else turn | {"weight": 0} for turn in TURNS]
+    assert runs({"messages": selected}, chatml_tokenizer) == list(answers)
+
+
+def test_an_excluded_turn_of_a_template_that_marks_other_spans_is_refused(chatml_tokenizer):
+    """Two turns in one span, and a span that is not the turn's."""
+    turns = [{"role": "assistant", "content": "A"}, {"role": "assistant", "content": "B", "weight": 0}]
+    joined = marked("BEGIN{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}END")
+    shifted = marked(
+        "{{ messages[0].content }}BEGIN<|im_end|>END{{ messages[1].content }}<|im_end|>BEGIN<|im_end|>END"
+    )
+    for template in (joined, shifted):
+        chatml_tokenizer.chat_template = template
+        with pytest.raises(ValueError, match="Turn 2 is excluded from the loss, but cannot be found"):
+            encode_conversation({"messages": turns}, chatml_tokenizer)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda turns: turns[2].update(weight=0.5), "`weight` of turn 3 must be 0, 1, false or true, got 0.5"),
+        (lambda turns: turns[2].update(train="no"), "`train` of turn 3 must be 0, 1, false or true, got 'no'"),
+        (lambda turns: turns[2].update(loss=2.31), "`loss` of turn 3 must be"),
+        (
+            lambda turns: turns[2].update(train_detail=[{"begin_offset": 0}]),
+            "`train_detail` of turn 3 is not supported",
+        ),
+        (lambda turns: turns[2].update(loss_scale=2), "`loss_scale` of turn 3 is not supported"),
+        (
+            lambda turns: turns[2].update(content=[{"type": "text", "text": "a", "train": False}]),
+            "`train` of turn 3 is not",
+        ),
+        (
+            lambda turns: turns[1].update(train=True),
+            "`train` selects turn 2, but the loss covers only the assistant's",
+        ),
+        (lambda turns: turns[0].update(masked=False), "`masked` selects turn 1"),
+    ],
+)
+def test_other_fields_that_select_tokens_are_refused_by_name(change, says, tokenizer):
+    turns = [dict(turn) for turn in TURNS]
+    change(turns)
+    with pytest.raises(ValueError, match=says):
+        encode_conversation({"messages": turns}, tokenizer)
+
+
+def test_columns_that_select_tokens_are_obeyed_or_refused(tokenizer, tmp_path, capsys):
+    def read(**columns):
+        source = tmp_path / "chats.jsonl"
+        source.write_text(json.dumps(ROWS[0] | columns) + "\n" + json.dumps(ROWS[1]) + "\n")
+        return len(list(encode(str(source), tokenizer)))
+
+    assert (read(), read(weight=1), read(weight=0)) == (2, 2, 1)
+    assert "Dropped 1 of 2 conversations: 1 with a `weight` of 0." in capsys.readouterr().err
+    with pytest.raises(ValueError, match="Conversation 1: `weight` of the conversation must be 0, 1"):
+        read(weight=0.7)
+    with pytest.raises(ValueError, match="the column `loss_mask` is not supported"):
+        read(loss_mask=[0, 0, 1, 0, 1])
+    source = tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps({"prompt": "a", "completion": "b", "weight": n}) + "\n" for n in (0, 1)))
+    assert len(list(encode(str(source), tokenizer))) == 1
+
+
+def test_dropped_conversations_and_unknown_roles_are_counted_with_their_reasons(tokenizer, tmp_path, capsys):
+    question, answer = TURNS[1:3]
+    rows = [
+        {"messages": [question, answer]},
+        {"messages": [question, answer | {"role": "model"}]},
+        {"messages": [question, answer | {"role": "model"}]},
+        {"messages": [question]},
+        {"messages": [question, answer | {"weight": 0}]},
+        {"messages": [question, answer, answer | {"role": "gpt"}]},
+    ]
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(list(encode(str(source), tokenizer))) == 2
+    said = capsys.readouterr().err
+    assert "Dropped 4 of 6 conversations: 2 without an assistant's turn (roles: model, user); " in said
+    assert "1 without an assistant's turn (roles: user)" in said
+    assert "1 whose assistant's turns are all excluded from the loss" in said
+    assert "2 turns have the unknown role 'model'" in said and "1 turns have the unknown role 'gpt'" in said
+    source.write_text(json.dumps(rows[0]) + "\n")
+    list(encode(str(source), tokenizer))
+    assert capsys.readouterr().err == ""
+
+
+def test_sequences_without_a_scored_token_are_counted(tokenizer, tmp_path, capsys):
+    source = tmp_path / "chats.jsonl"
+    long = [{"role": "user", "content": "The fox forgets. " * 40}, TURNS[2]]
+    source.write_text(json.dumps({"messages": long}) + "\n")
+    run = FinetuneConfig(
+        data=str(source),
+        model="-",
+        output_dir=str(tmp_path),
+        max_length=32,
+        gradient_accumulation_steps=1,
+        packing=False,
+    )
+    training = load_datasets(run, tokenizer, False)[0]
+    dropped = training.datasets[0].unscored
+    assert dropped > 2 and len(training) == 1
+    assert f"Dropped {dropped} of {dropped + 1} sequences of {source}" in capsys.readouterr().err
+
+
+WRITES_JSON = """{{ tools | tojson }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}\
+{% if m.content is string %}{{ m.content }}{% endif %}{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}\
+</s>{% endgeneration %}{% else %}{{ m.content | tojson }}{% endif %}{% endfor %}"""
+
+
+def call(arguments, question="Hi", tools=None):
+    turn = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
+    return {"messages": [{"role": "user", "content": question}, turn], "tools": tools}
+
+
+def tool(**schema):
+    return [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": schema}}}]
+
+
+CALLS = [
+    call({"city": "Paris"}, [{"type": "text", "text": "a"}], tool(a={"type": "string"})),
+    call({"x": 1, "y": {"z": [{"a": 1}, {"b": 2}]}}, [{"type": "image", "url": "b"}], tool(b={"enum": ["c"]})),
+]
+
+
+def written(source, tokenizer):
+    return [tokenizer.decode(tokens["id"]) for tokens in encode(str(source), tokenizer)]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json", "folder"])
+def test_nulls_that_arrow_adds_are_not_trained(suffix, tokenizer, tmp_path):
+    """In arguments, in lists of structs inside them, in content parts and in tools."""
+    tokenizer.chat_template = WRITES_JSON
+    source = tmp_path / ("folder" if suffix == "folder" else f"calls.{suffix}")
+    if suffix == "jsonl":
+        source.write_text("".join(json.dumps(row) + "\n" for row in CALLS))
+    elif suffix == "json":
+        source.write_text(json.dumps(CALLS))
+    else:
+        source.mkdir() if suffix == "folder" else None
+        datasets.Dataset.from_list(CALLS).to_parquet(source / "train.parquet" if suffix == "folder" else source)
+    expected = [tokenizer.apply_chat_template(row["messages"], row["tools"], tokenize=False) for row in CALLS]
+    assert written(source, tokenizer) == expected and "null" not in "".join(expected)
+
+
+def test_nulls_that_the_author_wrote_are_trained(tokenizer, tmp_path):
+    """In a JSON file, and in strings of JSON in a table. A null turn field, such as OpenAI's content, is left out."""
+    tokenizer.chat_template = WRITES_JSON
+    rows = [call({"unit": None}, "2024-01-01", tool(a={"default": None})) for _ in range(2)]
+    rows[0]["messages"][1]["content"] = None
+    (tmp_path / "calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "lines.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = [tokenizer.apply_chat_template(row["messages"], row["tools"], tokenize=False) for row in rows]
+    assert all('"unit": null' in text and '"default": null' in text and "2024-01-01" in text for text in expected)
+    assert written(tmp_path / "calls.jsonl", tokenizer) == written(tmp_path / "lines.json", tokenizer) == expected
+    as_strings = [row | {"tools": json.dumps(row["tools"])} for row in rows]
+    for row in as_strings:
+        row["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"unit": null}'
+    datasets.Dataset.from_list(as_strings).to_parquet(tmp_path / "calls.parquet")
+    texts = written(tmp_path / "calls.parquet", tokenizer)
+    assert all('\\"unit\\": null' in text and '"default": null' in text for text in texts)
+
+
+def test_a_line_that_is_not_json_is_named(tokenizer, tmp_path):
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps(ROWS[0]) + "\n\n" + "{'messages': 1}\n")
+    with pytest.raises(ValueError, match=r"chats.jsonl cannot be read as json"):
+        list(encode(str(source), tokenizer))
