@@ -136,9 +136,10 @@ class Bundle:
 def build_bundle(folder: str | os.PathLike) -> Bundle:
     """Collect the files to push from the folder of a model or an adapter.
 
-    The config, weights, tokenizer, card, figures and results of metrics are pushed; unknown files are left out. The
-    modules in `auto_map` and their relative imports are pushed too; see `code_files`. If the config of a FoX or HMT
-    does not have an `auto_map`, we add it.
+    The config, weights, tokenizer, card, figures and results of metrics are pushed; unknown files are left out, and so
+    are results of a cache (`--cache`), because they are not results of the model itself. The modules in `auto_map`
+    and their relative imports are pushed; see `code_files`. If the config of a FoX or HMT does not have an `auto_map`,
+    we add it.
 
     Raises:
         ValueError: a file must not be published (a pickle, the state of a training run, a hidden file, a symbolic
@@ -151,12 +152,13 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     names = sorted(path.name for path in folder.iterdir() if path.name not in LEFT_BY_TOOLS)
     check_names(folder, names)
     files: dict[str, Path | bytes] = {}
-    results, documents, samples, base_has_code = {}, {}, {}, False
+    results, documents, samples, compressed, base_has_code = {}, {}, {}, set(), False
     for path in (folder / name for name in names if (folder / name).is_file()):
         if any(fnmatch.fnmatch(path.name, pattern) for pattern in KNOWN):
             files[path.name] = path
         elif MEASUREMENT.fullmatch(path.name):
-            read_measurement(path, results, documents, samples)
+            read_measurement(path, results, documents, samples, compressed)
+    files = {name: file for name, file in files.items() if Path(name).stem not in compressed}  # their figures
     files |= {name: folder / name for name in (*documents, *samples)}
     if {"config.json", "adapter_config.json"} <= set(names):
         raise ValueError(
@@ -234,10 +236,10 @@ def check_names(folder, names):
         raise ValueError(f"{folder} cannot be pushed. {'. '.join(errors)}.")
 
 
-def read_measurement(path, results, documents, samples):
+def read_measurement(path, results, documents, samples, compressed):
     """Parse the JSON file of a metric, a benchmark or scripts.sample, and add it to the matching dictionaries.
 
-    Other files are skipped.
+    If a metric was measured with a cache, add its name to `compressed` instead. Other files are skipped.
     """
     try:
         document = read_json(path)
@@ -248,7 +250,11 @@ def read_measurement(path, results, documents, samples):
             return
         types = {"command": str, "machine": dict, "versions": dict, "rows": list}
         if not all(isinstance(document.get(name), kind) for name, kind in types.items()):
-            results[path.name] = read_result(path)
+            result = read_result(path)
+            if result.settings.get("cache") is not None:  # a compressed cache: not the model's own result
+                compressed.add(path.stem)
+                return
+            results[path.name] = result
         elif not all(isinstance(row, dict) for row in document["rows"]):
             return
         documents[path.name] = document

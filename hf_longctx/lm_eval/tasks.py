@@ -61,7 +61,8 @@ class TaskInLmEval(ConfigurableTask):
     def __init__(self, config: dict[str, Any] | None = None):
         config = config or {}
         given = config.get("metadata") or {}
-        known = {entry.name: entry.default for entry in options(self.task)} | {"documents": DOCUMENTS, "text": None}
+        known = {entry.name: entry.default for entry in options(self.task)}
+        known |= {"documents": DOCUMENTS, "text": None, "cache": None}
         # lm-eval adds the model arguments to the metadata; we only reject names that resemble an option
         for name in given.keys() - known.keys():
             meant = get_close_matches(name, known, n=1, cutoff=0.8)
@@ -125,7 +126,7 @@ class TaskInLmEval(ConfigurableTask):
         missing = {key: str(score) for key, score in scores.items() if isinstance(score, Missing)}
         scores, _ = task.summarize({key: score for key, score in scores.items() if key not in missing}, missing)
         named: dict[str, float] = {}
-        result = self.task.result(scores)
+        result = self.task.result(scores, {"cache": self.settings["cache"]})
         shortage = getattr(result, "shortage", "")
         if shortage and len(documents) > 1:  # `process_results` passes one document, and only uses the names
             logger.warning_once(shortage.removeprefix("; "))
@@ -200,20 +201,22 @@ def prepare(lm: Any, name: str, settings: dict[str, Any]) -> Task:
         )
     task = task_of(Task.tasks[name], settings)
     text = load_tokens(tokenizer, settings["text"]).tokens if task.uses_text() else None
-    return task.on(Subject(reader_of(lm), tokenizer, text, context=settings["context"]))
+    return task.on(Subject(reader_of(lm, settings["cache"]), tokenizer, text, context=settings["context"]))
 
 
-def reader_of(lm: Any) -> Reader:
-    """Return a `Reader` for an lm-eval model.
+def reader_of(lm: Any, cache: str | None = None) -> Reader:
+    """Return a `Reader` for an lm-eval model, with a cache for contexts.
 
     Raises:
-        ValueError: no `Reader` supports the model, or the model runs in mixed precision.
+        ValueError: no `Reader` supports the model or the cache, or the model runs in mixed precision.
     """
     model = getattr(lm, "model", None)
     if getattr(lm, "mixed_precision_dtype", None) is not None:
         raise ValueError("mixed_precision_dtype is not supported, because we run the model ourselves. Set dtype.")
     if isinstance(model, nn.Module):
-        return LocalReader(model)
+        return LocalReader(model, cache)
+    if cache is not None:
+        raise ValueError("the metadata `cache` requires a local model: --model hf or --model hf-longctx.")
     if getattr(lm, "base_url", None):
         options = {"tokenizer": lm.tokenizer, "vocab_size": len(lm.tokenizer), "api_key": lm.api_key}
         return ServedModel(lm.base_url, model, **options)

@@ -87,6 +87,11 @@ MEASURING = [
         "NO_SUCH: this environment variable is not set",
     ),
     ("curve {fox} --endpoint http://localhost:1/v1 --retries 0", "cannot be reached"),
+    ("curve {fox} --endpoint http://localhost:1/v1 --cache full", "--cache requires a local model"),
+    ("report {fox} --output {empty} --endpoint http://localhost:1/v1 --cache full", "--cache requires a local model"),
+    ("curve {fox} --cache quantised:4 --text stdlib", "cache must be full, quantized:BITS, .*got 'quantised:4'"),
+    ("lines {fox} --query-aware", "query_aware requires a cache for the context. Add --cache"),
+    ("lines {fox} --cache no_such_package.Press:0.5", "needs no_such_package. Install it with pip"),
 ]
 
 

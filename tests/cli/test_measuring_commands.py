@@ -43,6 +43,25 @@ def measure(folder, output, command, options=""):
 
 @pytest.mark.filterwarnings("ignore:.* more than the 64")
 @pytest.mark.parametrize("command", QUICK)
+def test_a_command_measures_a_cache(folder, tmp_path, capsys, command):
+    """The full cache gives the model's own result, except that a curve scores all tokens."""
+    options = f"{QUICK[command]} --journal {tmp_path}/journal"
+    _, whole = measure(folder, tmp_path / "whole", command, options)
+    for i, cache in enumerate(("full", "hf_longctx.fox.PrunedCache:0")):
+        _, result = measure(folder, tmp_path / "cache", command, f"{options}{i} --cache {cache}")
+        assert result.settings["cache"] == cache and result.settings["cache_bytes"] > 0
+        if command == "loss":
+            assert result.loss == pytest.approx(whole.loss, rel=1e-5)
+        elif command == "curve":
+            assert [p.scored_tokens for p in result.points] == [8, 19, 30]
+        else:
+            assert result.parts == pytest.approx(whole.parts) or result.rates() == whole.rates()
+    assert cli.main(["compare", str(tmp_path / "whole.json"), str(tmp_path / "cache.json"), "--output",
+                     str(tmp_path / "both.md")]) == 0  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.* more than the 64")
+@pytest.mark.parametrize("command", QUICK)
 def test_a_command_writes_and_tells_what_it_measured(folder, tmp_path, capsys, command):
     output = tmp_path / "new folder" / "result"
     options = f"{QUICK[command]} {MORE.get(command, '')} --seed 3 --journal {tmp_path}/journal"

@@ -124,6 +124,22 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
     assert "README.md: the metadata lacks `license`" in missing
 
 
+@pytest.mark.parametrize("cache", ["full", "quantized:4", "kvpress.SnapKVPress:0.5"])
+def test_a_result_of_a_cache_is_not_published(folder, cache):
+    """Neither as the model's own number, nor as a figure."""
+    before = build_bundle(folder)
+    loss = PositionLoss.of_mean([9.0, 8.5], 4, {"corpus": "a novel", "cache": cache})
+    loss.save(folder / "compressed.json")
+    (folder / "compressed.png").write_bytes(b"picture")
+    bundle = build_bundle(folder)
+    assert {*bundle.left_out} == {*before.left_out, "compressed.json", "compressed.png"}
+    assert bundle.files.keys() == before.files.keys() and bundle.results.keys() == before.results.keys()
+    assert with_card(bundle, "alice/llama", "v1").text("README.md") == with_card(before, "alice/llama", "v1").text(
+        "README.md"
+    )
+    assert not eval_results([loss]) and eval_results([loss.with_settings(cache=None)])
+
+
 def test_the_model_index_is_that_of_the_results(llama):
     data = ModelCard(with_card(build_bundle(llama), "alice/llama", "v1").text("README.md")).data
     assert data.model_name == "llama" and data["library_name"] == "transformers"

@@ -8,7 +8,7 @@ from examples import answers, curve, step_curve
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-from hf_longctx.metrics import ForgettingCurve, LineRetrieval, PositionLoss, comparison_table
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, PositionLoss, comparison_table, style
 from hf_longctx.metrics.report.comparison import compare, differences, named, plot_comparison
 from hf_longctx.metrics.tasks.lines import LinesPoint
 
@@ -248,3 +248,64 @@ def test_curves_are_named_by_model_then_file():
     folders = [(Path("a.json"), curve("m/llama")), (Path("b.json"), curve("someone/fox"))]
     assert list(named(folders)) == ["llama", "fox"]
     assert list(named([(Path("results/my_fox.json"), curve(None))])) == ["my_fox"]
+
+
+def of_cache(cache, copied, tokens=250, cache_bytes=None, **settings):
+    """A curve of 250 tokens, all of them scored, with as many repeats as counts of copied tokens."""
+    sizes = {"cache_tokens": tokens + 1, "cache_bytes": cache_bytes} if cache_bytes else {}
+    point = CurvePoint(tokens, copied, [0] * len(copied), range(0, 300 * len(copied), 300), whole=cache is not None)
+    settings = SAME | {"cache": cache} | sizes | settings
+    return ForgettingCurve.of_points([point], {name: value for name, value in settings.items() if value is not None})
+
+
+SAME = {"model": "some/smollm", "data_type": "order", "corpus_sha256": "c", "weights_sha256": "w"}
+FULL = of_cache("full", [245, 246, 247, 244, 248, 245], cache_bytes=1000)
+QUANTIZED = of_cache("quantized:4", [239, 240, 242, 237, 243, 241], cache_bytes=156)
+
+
+def test_a_comparison_says_what_a_cache_forgets(tmp_path):
+    few = of_cache("window:50", [50, 51], cache_bytes=200)
+    results = named([(Path(f"{i}.json"), result) for i, result in enumerate((FULL, QUANTIZED, few))])
+    assert [*results] == ["full", "quantized:4", "window:50"]
+    text = compare(results, tmp_path / "table.md")
+    lost, far, *_ = text.split("\n\n")
+    assert lost.startswith(
+        "quantized:4 forgets 2.2 points of 250 tokens (95 % CI 1.6 to 2.8), with 16 % of the bytes. "
+    )
+    assert lost.endswith("full copies more than quantized:4 at 1 of 1 lengths, 250 tokens, significant.")
+    assert "window:50 forgets 78.0 points of 250 tokens (6 repeats are needed for a 95 % CI), with 20 % of" in far
+    assert "caches (full, quantized:4, window:50)" in text
+    back = compare({"quantized:4": QUANTIZED, "full": FULL}, tmp_path / "table.md")
+    assert back.startswith(
+        "full retains 2.2 points more than quantized:4 of 250 tokens (95 % CI 1.6 to 2.8), with 641 %"
+    )
+
+
+def test_a_size_is_compared_with_the_cache_of_the_same_context(tmp_path):
+    longer = of_cache("quantized:4", [239] * 6, cache_bytes=156, cache_tokens=501)
+    assert "(95 % CI" in compare({"a": FULL, "b": longer}, tmp_path / "table.md")
+    assert "of the bytes" not in compare({"a": FULL, "b": longer}, tmp_path / "table.md")
+    other = of_cache("quantized:4", [239] * 6, cache_bytes=156, weights_sha256="x")
+    assert "forgets" not in compare({"a": FULL, "b": other}, tmp_path / "table.md")
+
+
+def test_curves_that_score_other_tokens_are_not_compared(tmp_path):
+    """The second half of a passage is complete in a cache of the newest half."""
+    plain = of_cache(None, [120] * 6)
+    text = compare(named([(Path("full.json"), plain), (Path("a.json"), QUANTIZED)]), tmp_path / "table.md")
+    assert text.startswith("full and quantized:4 cannot be compared: one result scores all tokens of a passage")
+    assert "Measure the full cache with --cache full" in text and "forgets" not in text and "copies" not in text
+    assert "Different: caches (full, quantized:4)." in text
+    assert "Different: scored tokens (second half, all)." in text
+
+
+def test_what_lines_lose_is_compared_without_another_run_of_the_full_cache(tmp_path):
+    point = [LinesPoint(answers(*right), 5, [90] * 8, [0] * 8) for right in ([True] * 8, [True] + [False] * 7)]
+    full, window = (LineRetrieval.of_parts([p], SAME | {"seed": 0}) for p in point)
+    results = named([(Path("x"), full), (Path("y"), window.with_settings(cache="window:9"))])
+    assert [*results] == ["full", "window:9"]
+    text = compare(results, tmp_path / "table.md")
+    assert text.startswith("window:9 forgets 87.5 points of 5 lines (95 % CI ")
+    assert "Line retrieval of smollm, window:9" in style.heading(results["window:9"]).replace("some/", "")
+    mixed = named([(Path("x"), full.with_settings(model="other")), (Path("y"), results["window:9"])])
+    assert [*mixed] == ["other", "smollm, window:9"]

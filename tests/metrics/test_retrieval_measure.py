@@ -189,3 +189,45 @@ def test_bad_arguments(bytes_tokenizer, prose, options, message):
             line_retrieval(**arguments)
         else:
             needle_in_a_haystack(**{"tokens": prose, "lengths": [600], "depths": [0.5]} | arguments)
+
+
+# -- what is compressed with a cache
+
+
+class Recorder(Talker):
+    """A reader of a `Copier` that records the contexts it is given."""
+
+    def __init__(self):
+        from hf_longctx.metrics import LocalReader
+
+        super().__init__(12)
+        self.config = transformers.LlamaConfig(vocab_size=384)
+        self.reader, self.contexts = LocalReader(self, "full"), []
+        self.reader.score = self.record
+        self.reader.cache_size = lambda: None
+
+    def record(self, ids, targets, positions, context):
+        self.contexts.append((ids[:context].tolist(), ids[context : positions.start + 1].tolist()))
+        return np.zeros(len(targets)), targets
+
+
+@pytest.mark.parametrize("query_aware", [None, False, True])
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("metric", ["needle", "lines"])
+def test_the_question_follows_the_context(bytes_tokenizer, prose, metric, chat, query_aware):
+    tokenizer = transformers.ByT5Tokenizer()
+    tokenizer.chat_template = "<user>{{ messages[0].content }}</user><model>"
+    options = dict(query_aware=query_aware, chat_template=chat)
+    model = Recorder()
+    if metric == "needle":
+        needle_in_a_haystack(model.reader, tokenizer, prose, lengths=[700], depths=[0.5], mode="easy", **options)
+    else:
+        line_retrieval(model.reader, tokenizer, lines=[3, 5], repeats=2, **options)
+    for context, rest in model.contexts:
+        before, question = (tokenizer.decode(ids) for ids in (context, rest))
+        if query_aware:
+            assert len(rest) == 1
+            continue
+        asked = "\nThere is an important" if metric == "needle" else "\nThe record is over."
+        assert question.startswith(asked) and asked not in before
+        assert before.startswith("<user>") == chat and question.count("</user>") == chat

@@ -11,7 +11,10 @@ from ..result import Result
 
 
 def eval_results(results: Sequence[Result]) -> list[EvalResult]:
-    """Return a model-index entry for each number that has a metric name on the Hub, such as "perplexity"."""
+    """Return a model-index entry for each number that has a metric name on the Hub, such as "perplexity".
+
+    Results of a cache are skipped, because they are not results of the model itself.
+    """
     return [
         EvalResult(
             task_type="text-generation",
@@ -25,7 +28,7 @@ def eval_results(results: Sequence[Result]) -> list[EvalResult]:
         for result in results
         for dataset, identifier in [result.dataset()]
         for number in result.numbers()
-        if number.metric
+        if number.metric and result.settings.get("cache") is None
     ]
 
 

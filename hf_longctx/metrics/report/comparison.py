@@ -108,7 +108,7 @@ def check_measured(results: Mapping[str, TaskResult]) -> None:
 
 
 def named(results: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
-    """Return results keyed by model name, without the namespace.
+    """Return results keyed by model name, without the namespace. For a single model, use the names of its caches.
 
     If several results have the same model name, we append the file name to each of these names. If a result does not
     contain the name of its model, we use the file name.
@@ -117,6 +117,13 @@ def named(results: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
         result.model_name.rpartition("/")[2] if result.settings.get("model") else path.stem or "a model"
         for path, result in results
     ]
+    caches = [result.settings.get("cache") for _, result in results]
+    if any(caches):
+        one_model = len(set(names)) == 1
+        names = [
+            cache or "full" if one_model else f"{name}, {cache}" if cache else name
+            for name, cache in zip(names, caches)
+        ]
     unique = {}
     for name, (path, result) in zip(names, results):
         key = name if names.count(name) == 1 else f"{name} ({path.stem or result.model_name})"
@@ -130,6 +137,7 @@ def conditions(result: TaskResult) -> dict[str, str]:
     """Return the settings of a result that must be equal in a fair comparison. Names of files are no evidence."""
     names = {"data_type": "data", "protocol": "protocols"}
     same = {words: result.settings[name] for name, words in names.items() if name in result.settings}
+    same["caches"] = result.settings.get("cache", "full")
     return same | result.extent()
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import stdtr, stdtrit
@@ -187,6 +187,27 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
     ]
 
 
+def forgotten(name: str, other: str, first: TaskResult, second: TaskResult, differences: Sequence[Difference]) -> str:
+    """State what a model forgets of the longest common length with the second cache, compared with the first cache.
+
+    If the results are from different models or from the same cache, return an empty string.
+    """
+    default: dict[str, Any] = {"cache": "full"}
+    before, after = default | first.settings, default | second.settings
+    if before["cache"] == after["cache"] or any(before.get(x) != after.get(x) for x in ("model", "weights_sha256")):
+        return ""
+    longest = [d for d in differences if d.length is not None][-1]
+    verb, sign = ("forgets", 100) if longest.first >= longest.second else ("retains", -100)
+    than = "" if before["cache"] == "full" and sign > 0 else f" more than {name}"
+    low, high = sorted(-sign * end for end in (longest.low, longest.high))
+    interval = f"95 % CI {low:.1f} to {high:.1f}" if high < math.inf else "6 repeats are needed for a 95 % CI"
+    size = ""
+    if before.get("cache_tokens") == after.get("cache_tokens") is not None:  # the sizes of other lengths are unknown
+        size = f", with {100 * after['cache_bytes'] / before['cache_bytes']:.0f} % of the bytes"
+    points = f"{sign * (longest.first - longest.second):.1f} points{than} of {longest.length:,} {first.size_unit}"
+    return f"{other} {verb} {points} ({interval}){size}."
+
+
 def conclusion(name: str, other: str, first: TaskResult, second: TaskResult, differences: Sequence[Difference]) -> str:
     """State in one or two sentences which model is significantly better, and at which lengths."""
     verb, size = first.verb, first.size_unit
@@ -208,7 +229,7 @@ def conclusion(name: str, other: str, first: TaskResult, second: TaskResult, dif
         few = f"; {needed} repeats are needed to show one at a single length" if pairs < needed else ""
         sentences.append(f"No difference between {name} and {other} is significant{few}.")
         sentences += [] if few else longest_copied(first, second)
-    return " ".join(sentences)
+    return " ".join([forgotten(name, other, first, second, differences), *sentences]).strip()
 
 
 def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
@@ -233,6 +254,8 @@ def further(name: str, other: str, first: TaskResult, second: TaskResult) -> lis
     sentences = []
     if not (isinstance(first, ForgettingCurve) and isinstance(second, ForgettingCurve)):
         return sentences
+    if first.whole != second.whole:
+        return [f"{name} and {other} cannot be compared: {first.unlike(second)}."]
     same = first.same_tokens(second)
     sizes = [1.0, 1.0] if same else [bytes_per_token(curve) for curve in (first, second)]
     for method in METHODS:

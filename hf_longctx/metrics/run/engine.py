@@ -173,19 +173,14 @@ class Engine:
     def logits(self, ids: np.ndarray, positions: range, context: int = 0) -> Iterator[torch.Tensor]:
         """Yield the logits at consecutive positions of an input (T,), in chunks (n, V) of n positions.
 
-        Args:
-            ids: the input.
-            positions: consecutive positions, from `context` on.
-            context: number of tokens in the context, if the cache is compressed.
+        If the cache is compressed, the first `context` tokens are the context, and `positions` are not before its end.
         """
         if self.reuses_prefixes:
             context = context if self.compressed else 0
             cache = self.read_context(ids[:context]) if self.compressed else DynamicCache(config=self.config)
             yield from (part[0] for part in self.read(ids[None, context : positions.stop], cache, len(positions)))
             if self.compressed:
-                self.check_length(cache, positions.stop)
-                if not context:
-                    self.largest = max(self.largest, (positions.stop, cache_bytes(cache)))
+                self.check_cache(cache, positions.stop, record=not context)
             return
         self.forget_lengths()
         logits = self.last_logits(ids[None], len(ids) - positions.start)[0, : len(positions)]
@@ -200,35 +195,29 @@ class Engine:
         """
         assert self.compressed is not None
         name, press = self.compressed.name, self.compressed.press
+        cache: Any = self.compressed.new(self.model)
         try:
-            cache: Any = self.compressed.create(self.model)
             if ids.size:
                 with pressing(press, self.model, cache):
                     self.last_logits(ids[None], 1, cache)
-            if hasattr(cache, "prune"):  # otherwise, a `PrunedCache` drops keys before the next pass
-                cache.prune()
-            self.check_length(cache, ids.size)
         except AssertionError as error:  # kvpress checks lengths with assertions
             raise UnsupportedInput(f"{name} does not support a context of {ids.size} tokens: {error}") from error
-        except (TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"cache={name} does not support {type(self.model).__name__}: {error}.") from error
-        dropped = any(isinstance(layer, CountingLayer) and layer.kept < layer.seen for layer in cache.layers)
-        if press is not None and not dropped:
+        if hasattr(cache, "prune"):  # a `PrunedCache` would drop keys before the next pass
+            cache.prune()
+        self.check_cache(cache, ids.size, record=True)
+        if press and not any(isinstance(x, CountingLayer) and x.stored < x.seen for x in cache.layers):
             raise UnsupportedInput(f"{name} did not drop any keys from a context of {ids.size} tokens")
-        self.largest = max(self.largest, (ids.size, cache_bytes(cache)))
         return cache
 
-    def check_length(self, cache: Cache, tokens: int) -> None:
-        """Raise ValueError if a cache does not report the number of tokens that it has seen.
-
-        The model derives positions from this number. A cache that drops tokens must count them.
-        """
-        assert self.compressed is not None
+    def check_cache(self, cache: Cache, tokens: int, record: bool) -> None:
+        """Check that a cache counts dropped tokens, because positions depend on it. Record its size if asked to."""
         if cache.get_seq_length() != tokens:
             raise ValueError(
-                f"cache={self.compressed.name} must report the number of tokens that it has seen, got "
-                f"{cache.get_seq_length()} after {tokens} tokens. Override its get_seq_length."
+                f"get_seq_length of {type(cache).__name__} must return the number of tokens that it has seen, got "
+                f"{cache.get_seq_length()} after {tokens} tokens."
             )
+        if record:
+            self.largest = max(self.largest, (tokens, cache_bytes(cache)))
 
     def forget_lengths(self) -> None:
         """Reset the scaling of dynamic RoPE. Otherwise, the scaling of an earlier, longer input may remain."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..checks import public_name
-from .caches import ContextCache, attention_restored, context_cache, fingerprint, requested_cache
+from .caches import ContextCache, applied, context_cache, fingerprint, requested_cache
 from .engine import CACHES, Engine
 from .model import (
     check_decoder,
@@ -50,7 +50,6 @@ class Reader:
         can_reply: whether the model supports `reply`.
         is_distributed: whether the model is sharded over processes. All processes must then read the same inputs.
         cache: cache for contexts; see `caches`. None for the full cache.
-        largest_cache: number of tokens and bytes of the largest cache of a context so far; None if unknown.
         configs: transformers configs that may set special ids. The first config that sets an id takes precedence.
     """
 
@@ -61,7 +60,6 @@ class Reader:
     can_reply: bool = True
     is_distributed: bool = False
     cache: ContextCache | None = None
-    largest_cache: tuple[int, int] | None = None
     configs: Sequence[Any] = ()
 
     def settings(self) -> dict[str, Any]:
@@ -136,6 +134,10 @@ class Reader:
         """Return the greedy response to a prompt (T,) int64, with at most `tokens` tokens. See `score`."""
         raise NotImplementedError
 
+    def cache_size(self) -> tuple[int, int] | None:
+        """Return the number of tokens and bytes of the largest cache of a context since the last call, if known."""
+        return None
+
 
 def reader_for(model: nn.Module | Reader) -> Reader:
     """Return a `LocalReader` for a PyTorch model. If `model` is already a reader, return it.
@@ -206,7 +208,7 @@ class LocalReader(Reader):
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            with torch.inference_mode(), attention_restored(self.model):
+            with torch.inference_mode(), applied(self.cache and self.cache.windows, self.model):
                 yield
         finally:
             for module in training:
@@ -218,9 +220,9 @@ class LocalReader(Reader):
         """The engine. It is created on first use, because its constructor runs the model."""
         return Engine(self.model, *self._engine_arguments, self.cache)
 
-    @property
-    def largest_cache(self):
-        return self.engine.largest if self.cache and "engine" in self.__dict__ else None
+    def cache_size(self) -> tuple[int, int] | None:
+        size, self.engine.largest = self.engine.largest, (0, 0)
+        return size if size[0] else None
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         return self.engine.with_less_memory(self.engine.predict, inputs, prefix, positions)

@@ -24,7 +24,6 @@ from .reader import Reader
 
 
 BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # the bar advances by the cost of a trial
-LARGEST_CACHE = "largest cache"  # begins the keys of journal entries about caches
 OVERFLOW = "A common cause is float16 overflow: load the model in torch.bfloat16 or torch.float32."
 VERSIONS = {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
@@ -84,7 +83,7 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     options: dict[str, Any] = dict(total=0, smoothing=0, disable=not run.progress or rank > 0)
     with Journal(path, settings) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
         failure = read_all(task, run, journal, bar, rank)
-    known = depends_on | labels | facts(reader, run) | cache_facts(journal)
+    known = depends_on | labels | facts(reader, run) | cache_facts(journal.done)
     outcome = result_of(task, scores_of(journal.done), known, failure)
     if failure is None and not outcome.scores:  # raises ValueError: all inputs are too long
         reasons = [*dict.fromkeys(outcome.missing.values())]
@@ -120,8 +119,8 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
                         if trial.key in mine:
                             bar.set_postfix_str(f"{trial.tokens:,} tokens")
                             score = measure_one(task, trial)
-                            record_cache(journal, getattr(reader, "largest_cache", None))
-                            journal.append(trial.key, score)
+                            size = reader.cache_size() if getattr(reader, "cache", None) else None
+                            journal.append(trial.key, {"score": score, "cache": size} if size else score)
                             bar.update(costs[trial.key])
                 except Exception as error:
                     failure = error
@@ -134,30 +133,27 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
     return failure
 
 
-def record_cache(journal: Journal, cache: tuple[int, int] | None) -> None:
-    """Add the number of tokens and bytes of a cache to the journal, if it is the largest so far.
-
-    Resumed runs and other processes thus know the largest cache. The entry is not a trial.
-    """
-    if cache is not None and (LARGEST_CACHE, *cache) > max(cache_entries(journal), default=(LARGEST_CACHE, 0, 0)):
-        journal.append((LARGEST_CACHE, *cache), None)
-
-
-def cache_entries(journal: Journal) -> list[tuple[str, int, int]]:
-    return [key for key in journal.done if isinstance(key, tuple) and key[0] == LARGEST_CACHE]
-
-
-def cache_facts(journal: Journal) -> dict[str, int]:
-    """Return the number of tokens and bytes of the largest cache as settings. Return {} if no cache was measured."""
-    return dict(zip(("cache_tokens", "cache_bytes"), max(cache_entries(journal), default=("",))[1:]))
-
-
 def scores_of(entries: dict[Key, Any]) -> dict[Key, Any]:
-    """Convert the return values of `measure_one` to scores. A value {"missing": reason} becomes a `Missing`."""
+    """Convert the entries of a journal to scores. An entry may contain the size of a cache; see `cache_facts`.
+
+    A score {"missing": reason} becomes a `Missing`.
+    """
+    scores = {key: entry["score"] if is_sized(entry) else entry for key, entry in entries.items()}
     return {
-        key: Missing(entry["missing"]) if isinstance(entry, dict) and entry.keys() == {"missing"} else entry
-        for key, entry in entries.items()
+        key: Missing(score["missing"]) if isinstance(score, dict) and score.keys() == {"missing"} else score
+        for key, score in scores.items()
     }
+
+
+def is_sized(entry: Any) -> bool:
+    return isinstance(entry, dict) and entry.keys() == {"score", "cache"}
+
+
+def cache_facts(entries: dict[Key, Any]) -> dict[str, int]:
+    """Return the number of tokens and bytes of the largest cache in a journal as settings. Without one, return {}."""
+    return dict(
+        zip(("cache_tokens", "cache_bytes"), max([e["cache"] for e in entries.values() if is_sized(e)], default=()))
+    )
 
 
 def facts(reader: Reader, run: Run) -> dict[str, Any]:

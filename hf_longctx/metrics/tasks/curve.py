@@ -164,14 +164,14 @@ class ForgettingCurve(TaskResult):
         return next(p for p in self.points if p.length == length).first(texts).texts
 
     def unlike(self, other, *more):
-        settings = self.settings, other.settings
-        if any(s.get("protocol") == "adaptive" for s in settings):
-            return "the adaptive protocol stops where the lengths of one model are significant; measure both with the reference protocol"
         if self.whole != other.whole:
             return (
                 "one result scores all tokens of a passage, and the other result its second half. Measure the full "
                 'cache with --cache full, or cache="full"'
             )
+        settings = self.settings, other.settings
+        if any(s.get("protocol") == "adaptive" for s in settings):
+            return "the adaptive protocol stops where the lengths of one model are significant; measure both with the reference protocol"
         random = [s.get("data_type") == "random" for s in settings]
         if not any(random) and any("corpus_sha256" not in s for s in settings):
             return "a corpus without a hash may be a different corpus"
@@ -184,6 +184,7 @@ class ForgettingCurve(TaskResult):
         return {
             "repeats": self.repeats_in_words.rpartition(" ")[0],
             "longest lengths": str(self.points[-1].length),
+            "scored tokens": "all" if self.whole else "second half",
         }
 
     def in_words(self) -> str:
