@@ -254,8 +254,6 @@ def further(name: str, other: str, first: TaskResult, second: TaskResult) -> lis
     sentences = []
     if not (isinstance(first, ForgettingCurve) and isinstance(second, ForgettingCurve)):
         return sentences
-    if first.whole != second.whole:
-        return [f"{name} and {other} cannot be compared: {first.unlike(second)}."]
     same = first.same_tokens(second)
     sizes = [1.0, 1.0] if same else [bytes_per_token(curve) for curve in (first, second)]
     for method in METHODS:
@@ -275,6 +273,8 @@ def unpaired_conclusion(name: str, other: str, first: TaskResult, second: TaskRe
     """State which of two curves is significantly longer, if their passages cannot be paired; "" for other metrics."""
     if not (isinstance(first, ForgettingCurve) and isinstance(second, ForgettingCurve)):
         return ""
+    if first.whole != second.whole:
+        return f"{name} and {other} cannot be compared: {first.unlike(second)}."
     curves = {name: first, other: second}
     sizes = sizes_in_bytes(curves)
     if sizes is None and not first.same_tokens(second):
