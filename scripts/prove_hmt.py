@@ -274,7 +274,7 @@ def one_model(method, seed, args):
         row["hits"] = {facts: share for facts, (_, share) in shares.items()}
         row["controls"] = {name: accuracy(ask_all(control)) for name, control in CONTROLS.items()}
     if method == "HMT, single pass":
-        model.config.memory_size = SMALL_MEMORY
+        model.configure(memory_size=SMALL_MEMORY)
         row["controls"][f"{SMALL_MEMORY} memories"] = accuracy(ask_all())
     return row | {"cpu_seconds": round(time.process_time() - begin, 1)}
 

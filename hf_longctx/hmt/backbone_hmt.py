@@ -164,9 +164,14 @@ class Backbone:
         return "position_ids" in self.forward_arguments and self.positions is None
 
     @property
+    def attention(self) -> str | None:
+        """The attention implementation."""
+        return getattr(self.model.config, "_attn_implementation", None)
+
+    @property
     def takes_mask(self) -> bool:
         """Whether the attention implementation accepts a 4D mask. FlashAttention does not."""
-        return getattr(self.model.config, "_attn_implementation", None) in (None, "eager", "sdpa")
+        return self.attention in (None, "eager", "sdpa")
 
     def can_hide(self, positions: int, thorough: bool = False) -> bool:
         """Return whether a mask can hide a prompt from some tokens in a pass over `positions` positions.
@@ -220,7 +225,7 @@ class Backbone:
         """
         if not self.has_data:
             return
-        name, attention = type(self.model).__name__, getattr(self.model.config, "_attn_implementation", None)
+        name = type(self.model).__name__
         if not self.can_hide(positions):
             raise ValueError(
                 f"config.reread=False is not supported by {name}: a mask cannot hide a prompt in this backbone. For a "
@@ -229,7 +234,7 @@ class Backbone:
             )
         if not self.takes_mask and not (extends and is_flash_attention_requested(self.model.config)):
             raise ValueError(
-                f"config.reread=False needs a 4D mask, and attention {attention!r} does not accept one. Set "
+                f"config.reread=False needs a 4D mask, and attention {self.attention!r} does not accept one. Set "
                 "attn_implementation='sdpa'. FlashAttention works without the mask if recall_tokens is None and "
                 "gradient checkpointing of the layers is off."
             )
@@ -246,7 +251,7 @@ class Backbone:
         example, FlashAttention does not support float32 weights.
         """
         training = [module for module in self.model.modules() if module.training]
-        config, attention = self.model.config, getattr(self.model.config, "_attn_implementation", None)
+        config, attention = self.model.config, self.attention
         self.model.eval()
         try:
             if not self.takes_mask:
@@ -255,7 +260,7 @@ class Backbone:
                 like = self.embed(torch.zeros(1, positions, dtype=torch.long, device=self.device))
                 yield torch.arange(like.numel(), device=like.device).cos().view(like.shape).to(like.dtype)
         finally:
-            if getattr(config, "_attn_implementation", None) != attention:
+            if self.attention != attention:
                 config._attn_implementation = attention
             for module in training:
                 module.training = True

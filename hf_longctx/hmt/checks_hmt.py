@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from .backbone_hmt import Backbone
-from .configuration_hmt import HMTConfig
+from .reader_hmt import Reader
 from .state_hmt import HMTState
 
 
@@ -51,8 +50,7 @@ def same_state(*states: object) -> HMTState | None:
 
 
 def check_call(
-    config: HMTConfig,
-    lm: Backbone,
+    reader: Reader,
     input_ids: Tensor | None,
     attention_mask: Tensor | None,
     labels: Tensor | None,
@@ -85,19 +83,19 @@ def check_call(
                 f"`{name}` must have the same shape as input_ids, got {tuple(value.shape)} instead of "
                 f"{tuple(input_ids.shape)}. Pass values only for the tokens of this call."
             )
-    places = range(config.segment_length)
+    places = range(reader.length)
     if score_from is not None and (labels is None or score_from not in places):
         raise ValueError(
             f"`score_from` must be a position from 0 to {places[-1]} within a segment, got {score_from!r}. "
             "`score_from` also requires labels."
         )
     if state is not None:
-        check_state(config, lm, state)
+        check_state(reader, state)
     mask = None if attention_mask is None or (attention_mask == 1).all() else attention_mask == 1
     if mask is not None:
         if not (mask | (attention_mask == 0)).all():
             raise ValueError("`attention_mask` must be 1 on tokens and 0 on padding, got other values.")
-        check_padding(config, lm, mask, state, use_cache)
+        check_padding(reader, mask, state, use_cache)
     return mask
 
 
@@ -117,35 +115,33 @@ def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
     return max(0, tokens - logits_to_keep) if logits_to_keep else 0
 
 
-def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
+def check_state(reader: Reader, state: HMTState) -> None:
     """Raise ValueError if the state is from another model, or if paper mode cannot continue from the state."""
-    differing = {
-        name: value for name, value in config.signature(lm.width).items() if state.signature.get(name) != value
-    }
+    differing = {name: value for name, value in reader.signature.items() if state.signature.get(name) != value}
     if differing:
         of_state = {name: state.signature.get(name) for name in differing}
         raise ValueError(
             f"The state is from a model with other settings: {of_state}. This model has {differing}. Start a new state."
         )
-    weight = lm.model.get_input_embeddings().weight
+    weight = reader.lm.model.get_input_embeddings().weight
     # FSDP replaces the weight with its own type, and casts it on use. The dtype of such a weight is not checked.
     if type(weight) is torch.nn.Parameter and state.dtype not in (None, weight.dtype):
         raise ValueError(
             f"`state` must have the dtype {weight.dtype} of the model, got {state.dtype}. Save the state and load it "
             "with HMTState.load(path, model), or load the model in the state's dtype."
         )
-    open_tokens = state.position % config.segment_length
-    incomplete_query = state.segment > 0 and 0 < open_tokens < config.summary_length
-    if config.recall and config.recall_mode == "paper" and incomplete_query:
+    open_tokens = state.position % reader.length
+    incomplete_query = state.segment > 0 and 0 < open_tokens < reader.j
+    if not reader.single_pass and reader.config.recall and incomplete_query:
         raise ValueError(
             f"The state ends {open_tokens} tokens into a segment. recall_mode='paper' reads the first "
-            f"{config.summary_length} tokens of a segment before predicting any of them. New tokens would change "
+            f"{reader.j} tokens of a segment before predicting any of them. New tokens would change "
             "the predictions of an earlier call. End chunks at multiples of segment_length. To generate beyond a "
             "segment, train a model with recall_mode='single_pass'."
         )
 
 
-def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState | None, use_cache: bool) -> None:
+def check_padding(reader: Reader, mask: Tensor, state: HMTState | None, use_cache: bool) -> None:
     """Raise an error for padding between tokens, all-padding rows, and padding that paper mode would read."""
     if not mask.any() or not (use_cache or mask.any(1).all()):
         raise ValueError(
@@ -155,11 +151,11 @@ def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState
         raise ValueError(
             "`attention_mask` must have padding on one side, got padding between tokens. Pad on the left."
         )
-    if config.recall_mode != "paper":
+    if reader.single_pass:
         return
-    if lm.model.config.model_type == "rwkv":
+    if reader.lm.model.config.model_type == "rwkv":
         raise NotImplementedError(
-            f"{type(lm.model).__name__} ignores the attention mask, so recall_mode='paper' would read padding as "
+            f"{type(reader.lm.model).__name__} ignores the attention mask, so recall_mode='paper' would read padding as "
             "tokens. Use rows of equal length, batch size 1, or recall_mode='single_pass'."
         )
     opened = state is not None and state.open_ids.shape[1] > 0 and not mask[:, 0].all()

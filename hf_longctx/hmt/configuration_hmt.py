@@ -17,6 +17,9 @@ from .custom_backbone_hmt import __doc__ as ABOUT
 
 # Keyword arguments that the base class accepts in addition to its fields
 BASE_NAMES = {"attn_implementation", "auto_map", "quantization_config"}
+# Fields that can be changed while a model uses the config. Calls of the model do not read them.
+WRITABLE = {"backbone_name_or_path", "backbone_revision", "backbone_in_checkpoint"}
+WRITABLE |= {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 @strict
@@ -63,8 +66,8 @@ class HMTConfig(PreTrainedConfig):
             contains first parts. Lower values use less GPU or CPU memory.
         cuda_graphs: whether calls without gradients replay the pass that ends a segment as a CUDA graph
             (`graphs_hmt.py`). Graphs do not change the logits. They require `reread=False`. HMT detects replaced
-            weights and switched adapters. After any other change of the backbone, set `cuda_graphs` to False, call the
-            model, and set `cuda_graphs` to True again.
+            weights and switched adapters. After any other change of the backbone, call the model once with
+            `cuda_graphs=False`.
         backbone_name_or_path: name or path from which the backbone was loaded.
         backbone_revision: revision of the backbone on the Hub.
         backbone_in_checkpoint: whether a checkpoint contains the backbone. False saves only the memory parameters (0.5
@@ -128,6 +131,33 @@ class HMTConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.check()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. If a model uses this config and depends on the field, raise ValueError."""
+        if self.is_used and name in type(self).__annotations__ and name not in WRITABLE:
+            raise ValueError(
+                f"`config.{name}` cannot be changed, because a model uses this config. Call "
+                f"model.configure({name}={value!r}), or change a copy: copy.deepcopy(model.config)."
+            )
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict:
+        """Return the attributes of a copy. No model uses the copy yet."""
+        return {name: value for name, value in self.__dict__.items() if name != "_is_used"}
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a model uses this config. Its fields then cannot be changed."""
+        return self.__dict__.get("_is_used", False)
+
+    def write(self, **fields: Any) -> None:
+        """Set fields, and mark the config as used. Only the model that uses it calls this method."""
+        self.__dict__.pop("_is_used", None)
+        try:
+            for name, value in fields.items():
+                setattr(self, name, value)
+        finally:
+            self.__dict__["_is_used"] = True
+
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> Any:
         """Build the config from a dict. For another `model_type`, raise ValueError."""
@@ -142,6 +172,7 @@ class HMTConfig(PreTrainedConfig):
     def to_dict(self) -> dict:
         """Return the fields as a dict, without the local path of the backbone."""
         values = super().to_dict()
+        values.pop("_is_used", None)
         (values.get("backbone_config") or {}).pop("_name_or_path", None)
         return values
 
@@ -170,24 +201,20 @@ class HMTConfig(PreTrainedConfig):
                 raise ValueError(f"{name!r} is not a field of HMTConfig{hint} See help(HMTConfig) for all fields.")
 
     def check(self, positions: int | None = None) -> None:
-        """Raise ValueError for a value outside its range. `HMTWrapper` repeats the check in each call.
+        """Raise ValueError for a value outside its range.
 
         Args:
             positions: maximum number of positions of the backbone (default: its `max_position_embeddings`).
         """
         counts = ("memory_tokens", "memory_size", "recall_dim", "recall_tokens")
-        least = {"sensory_tokens": 0, **dict.fromkeys((*counts, "bptt_segments", "summary_batch"), 1)}
+        least = {"sensory_tokens": 0, **dict.fromkeys((*counts, "summary_batch"), 1)}
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
                 raise ValueError(f"`{name}` must be at least {smallest}, got {value}.")
-        choices = {
-            "recall_mode": ("single_pass", "paper"),
-            "loss_scope": ("all", "last"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(self, name)!r}.")
+        if self.recall_mode not in ("single_pass", "paper"):
+            raise ValueError(f"`recall_mode` must be 'single_pass' or 'paper', got {self.recall_mode!r}.")
+        check_loss_settings(self.loss_scope, self.bptt_segments)
         if self.segment_length <= self.sensory_tokens + self.memory_tokens:
             raise ValueError(
                 f"`segment_length` must be greater than sensory_tokens + memory_tokens = {self.sensory_tokens} + "
@@ -301,6 +328,14 @@ class HMTConfig(PreTrainedConfig):
         return self.text_config.hidden_size
 
 
+def check_loss_settings(loss_scope: str, bptt_segments: int | None) -> None:
+    """Raise ValueError for a value of `loss_scope` or `bptt_segments` outside its range."""
+    if loss_scope not in ("all", "last"):
+        raise ValueError(f"`loss_scope` must be 'all' or 'last', got {loss_scope!r}.")
+    if bptt_segments is not None and bptt_segments < 1:
+        raise ValueError(f"`bptt_segments` must be at least 1, got {bptt_segments}.")
+
+
 def config_from_dict(values: dict) -> PreTrainedConfig:
     """Build the backbone's configuration from a dict. If its `model_type` is not registered, raise ValueError."""
     model_type = values.get("model_type", "")
@@ -335,4 +370,4 @@ def custom_model_class(config: object) -> Any:
     return MODEL_CLASS
 
 
-__all__ = ["HMTConfig"]
+__all__ = ["HMTConfig", "check_loss_settings"]

@@ -78,7 +78,7 @@ class HMTMemory(nn.Module):
             raise ValueError(
                 f"The memory weights were trained with {differing}, and this model has "
                 f"{ {name: own.get(name) for name in differing} }. Load them into a model with the same settings. "
-                "Some settings can be changed afterwards in model.config."
+                "Some settings can be changed afterwards with model.configure."
             )
 
     def scores(self, query: Tensor, bank: Tensor, valid: Tensor) -> Tensor:

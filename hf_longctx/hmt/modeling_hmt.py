@@ -48,12 +48,12 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
 from .checks_hmt import check_call, first_position, same_state
-from .configuration_hmt import HMTConfig, custom_model_class
+from .configuration_hmt import HMTConfig, check_loss_settings, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, memory_dtype
 from .packing_hmt import PackedSegments
 from .paper_hmt import Paper
-from .retrievers_hmt import Retrievers
+from .reader_hmt import Reader, basis_of, settle
 from .segments_hmt import Report, Segments
 from .single_pass_hmt import SinglePass
 from .state_hmt import HMTState, join_rows
@@ -169,6 +169,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     def __init__(self, config: HMTConfig, backbone: nn.Module | None = None):
         built_here = backbone is None
+        if config.is_used:
+            config = deepcopy(config)
         if backbone is None:
             if config.backbone_config is None:
                 raise ValueError(
@@ -193,9 +195,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
         settings = partial(config.signature, lm.width)
         self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.single_pass, settings)
-        names = ("recall", "recall_dim", "recall_mode", "memory_tokens")  # the settings that determine the parameters
-        self._built = {name: getattr(config, name) for name in names}
-        _ = self.retriever  # raises ValueError if the retrievers do not match the settings
         self._versions = lm.versions()
         quantizer: Any = getattr(lm.model, "hf_quantizer", None)
         if quantizer is not None and quantizer.quantization_config.quant_method == QuantizationMethod.BITS_AND_BYTES:
@@ -206,26 +205,46 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             for module in backbone.modules():  # these weights are already loaded, or initialized by PEFT
                 module._is_hf_initialized = True  # ty: ignore[invalid-assignment] (transformers' flag)
         self.post_init()
-        self.settle_layout()
+        self._reader = settle(config, lm, self.memory)
+        config.write()
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.config.write()
 
     @property
-    def retriever(self) -> Retrievers:
-        """The retrievers. They select what a segment reads from the previous segments."""
-        return Retrievers(self.config, self.memory, self.lm.embed)
+    def reader(self) -> Reader:
+        """What this model has settled. If a part that it depends on was replaced, it is settled again."""
+        if self._reader.basis != basis_of(self.lm, self.memory):
+            self._reader = settle(self.config, self.lm, self.memory)
+        return self._reader
 
-    def settle_layout(self) -> None:
-        """If `config.reread` is None, set it. If the backbone does not support the given value, raise ValueError.
+    def configure(self, **changes: Any) -> None:
+        """Change settings of this model.
 
-        On the meta device, this method does nothing.
+        Args:
+            changes: fields of `HMTConfig`. The parameters depend on `backbone_config`, `recall`, `recall_dim`,
+                `recall_mode` and `memory_tokens`, so these fields cannot be changed.
+
+        Raises:
+            ValueError: a name is not a field, the parameters depend on it, or the model does not support the value.
+                The settings then stay as they were.
         """
-        config = self.config
-        if not config.single_pass or not self.lm.has_data:
-            return
-        positions = config.positions_per_segment
-        if config.reread is None:
-            config.reread = not self.lm.can_hide(positions, thorough=True)
-        elif not config.reread:
-            self.lm.check_hides(positions)
+        self.config.check_names(changes)
+        before = {name: getattr(self.config, name) for name in changes}
+        for name in ("backbone_config", "recall", "recall_dim", "recall_mode", "memory_tokens"):
+            if changes.get(name, before.get(name)) != before.get(name):
+                raise ValueError(
+                    f"`{name}` must be {before[name]!r}, got {changes[name]!r}. The parameters depend on this setting. "
+                    "Build a new model with HMTWrapper.from_backbone(model.backbone, config), or set the value when "
+                    f"loading: from_pretrained(folder, {name}=...)."
+                )
+        try:
+            self.config.write(**changes)
+            self._reader = settle(self.config, self.lm, self.memory)
+        except Exception:
+            self.config.write(**before)
+            raise
 
     def initialize_weights(self) -> None:
         """Initialize the backbone as a standalone model, and then the memory.
@@ -267,6 +286,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         score_from: int | None = None,
+        loss_scope: str | None = None,
+        bptt_segments: int | None = None,
+        cuda_graphs: bool | None = None,
         output_recall: bool = False,
         num_items_in_batch: Tensor | int | None = None,
         cache: HMTState | None = None,
@@ -289,6 +311,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 positions. The loss always includes all labels. If `logits_to_keep` is 1, the GPU or CPU memory for
                 logits does not grow with T. In training, this requires gradient checkpointing.
             score_from: position within a segment. The loss excludes predictions made before this position.
+            loss_scope, bptt_segments, cuda_graphs: replace these fields of `HMTConfig` in this call.
             output_recall: whether to return recall scores, distances and memories.
             num_items_in_batch: number of scored labels in the whole batch, over devices and accumulation steps.
                 `Trainer` passes it.
@@ -310,10 +333,17 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ):  # transformers passes the mask of the whole sequence
                 attention_mask = attention_mask[:, -input_ids.shape[1] :]
         use_cache = state is not None if use_cache is None else use_cache
-        self._check_settings()
-        mask = check_call(
-            self.config, self.lm, input_ids, attention_mask, labels, state, use_cache, score_from, kwargs
-        )
+        if "_is_replica" in self.__dict__:
+            raise NotImplementedError(
+                "HMTWrapper does not support torch.nn.DataParallel. Start one process per GPU (torchrun, accelerate "
+                "launch), or make only one GPU visible: CUDA_VISIBLE_DEVICES=0."
+            )
+        reader = self.reader
+        loss_scope = reader.config.loss_scope if loss_scope is None else loss_scope
+        bptt_segments = reader.config.bptt_segments if bptt_segments is None else bptt_segments
+        cuda_graphs = reader.config.cuda_graphs if cuda_graphs is None else cuda_graphs
+        check_loss_settings(loss_scope, bptt_segments)
+        mask = check_call(reader, input_ids, attention_mask, labels, state, use_cache, score_from, kwargs)
         assert input_ids is not None
         first = first_position(logits_to_keep, input_ids.shape[1])
         if self.training and torch.is_grad_enabled() and self._only_adapters_train():
@@ -324,17 +354,15 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             )
         if state is None:
             state = self.new_state(len(input_ids), device=input_ids.device)
-        if not self.config.cuda_graphs:
+        if not cuda_graphs:
             self.lm.graphs.graphs.clear()
-        packed = PackedSegments(self.config, state, input_ids, mask, labels, score_from, first)
+        packed = PackedSegments(reader, state, input_ids, mask, labels, score_from, first, loss_scope, bptt_segments)
         checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        layout = (SinglePass if self.config.single_pass else Paper)(
-            self.config,
-            self.lm,
-            self.memory,
-            self.retriever,
+        layout = (SinglePass if reader.single_pass else Paper)(
+            reader,
             self.loss_function,
             self._gradient_checkpointing_func if checkpoints else None,
+            cuda_graphs,
             output_recall,
         )
         state = self.memory(
@@ -352,26 +380,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if use_cache:
             result.cache = result.state = packed.end(state)
         if output_recall:
-            result.add_reports(layout.reports, self.config.segment_length, input_ids)
+            result.add_reports(layout.reports, reader.length, input_ids)
         return result
-
-    def _check_settings(self) -> None:
-        """Raise an error if changed settings no longer match the parameters."""
-        if getattr(self, "_is_replica", False):
-            raise NotImplementedError(
-                "HMTWrapper does not support torch.nn.DataParallel. Start one process per GPU (torchrun, accelerate "
-                "launch), or make only one GPU visible: CUDA_VISIBLE_DEVICES=0."
-            )
-        self.config.check(self.lm.positions)
-        if self.config.reread is None:
-            self.settle_layout()
-        for name, built in self._built.items():
-            if getattr(self.config, name) != built:
-                raise ValueError(
-                    f"`config.{name}` must be {built!r}, got {getattr(self.config, name)!r}. The parameters depend on "
-                    "this setting. Build a new model with HMTWrapper.from_backbone(model.backbone, config), or set the "
-                    f"value when loading: from_pretrained(folder, {name}=...)."
-                )
 
     def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Return the mean cross entropy of the scored labels.
@@ -407,8 +417,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         device = self.device if device is None else device
         like = self.lm.embed(torch.zeros(1, 1, dtype=torch.long, device=device))
         tail = torch.zeros(batch_size, self.config.sensory_tokens, dtype=torch.long, device=device)
-        memory = self.retriever.empty(batch_size, like)
-        return HMTState(memory, tail, (0,) * batch_size, self.config.signature(self.lm.width))
+        memory = self.reader.retrievers.empty(batch_size, like)
+        return HMTState(memory, tail, (0,) * batch_size, self.reader.signature)
 
     # ---------------------------------------------------------------------------------------- generation, training
 
@@ -557,7 +567,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if hmt_config.backbone_in_checkpoint:
             loaded: Any = super().from_pretrained(path, *args, config=config, **kwargs)
             model: HMTWrapper = loaded[0] if isinstance(loaded, tuple) else loaded
-            model.settle_layout()
+            _ = model.reader  # raises ValueError if the backbone does not support the settings
             return loaded
         # Arguments that apply to this checkpoint and not to its backbone. AutoModel adds some of them.
         hmt_names = {"subfolder", "code_revision", "adapter_kwargs", "_commit_hash", *settings}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .configuration_hmt import HMTConfig
+from .reader_hmt import Reader
 from .retriever_hmt import long_tensor
 from .state_hmt import HMTState
 
@@ -78,13 +78,14 @@ class PackedSegments:
     """The tokens of a call, preceded by the sensory tokens and the open segment of each row.
 
     Args:
-        config: the model's configuration.
+        reader: what the model has settled.
         state: the state before the call.
         input_ids: (B, T).
         mask: (B, T), bool; None without padding.
         labels: (B, T), or None.
         score_from: as in `HMTWrapper.forward`.
         first: first position of the call whose logits are returned.
+        loss_scope, bptt_segments: as in `HMTConfig`.
 
     Attributes:
         ids: token ids, (B, k + W), left-aligned. Each row contains k sensory tokens, then up to W other tokens. The
@@ -100,23 +101,25 @@ class PackedSegments:
 
     def __init__(
         self,
-        config: HMTConfig,
+        reader: Reader,
         state: HMTState,
         input_ids: Tensor,
         mask: Tensor | None = None,
         labels: Tensor | None = None,
         score_from: int | None = None,
         first: int = 0,
+        loss_scope: str = "all",
+        bptt_segments: int | None = None,
     ):
-        length, k, (rows, tokens) = config.segment_length, config.sensory_tokens, input_ids.shape
-        self.config, self.first, self.tokens = config, first, tokens
+        length, k, (rows, tokens) = reader.length, reader.k, input_ids.shape
+        self.reader, self.first, self.tokens, self.bptt_segments = reader, first, tokens, bptt_segments
         self.segments, self.opened = zip(*(divmod(n, length) for n in state.lengths))
         ids, before = torch.cat([state.tail, input_ids], 1), state.tail.shape[1]
         device, new, self.padding = ids.device, [tokens] * rows, [0] * rows
         labels = None if labels is None else F.pad(labels, (before, 0), value=-100)
         there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
         self.mask = None
-        if not config.single_pass and (mask is not None or state.open_mask is not None):
+        if not reader.single_pass and (mask is not None or state.open_mask is not None):
             opened = state.open_mask
             opened = torch.ones_like(state.open_ids, dtype=torch.bool) if opened is None else opened
             self.mask = torch.cat([opened, there], 1)
@@ -134,7 +137,7 @@ class PackedSegments:
             place = torch.arange(targets.shape[1], device=device)
             targets = targets.masked_fill(place < long_tensor(self.opened, device)[:, None], -100)
             self.n_labelled = (targets != -100).sum()
-            if config.loss_scope == "last":
+            if loss_scope == "last":
                 to_the_end = long_tensor(self.lengths, device)[:, None] - place
                 targets = targets.masked_fill(to_the_end > length + 1, -100)
             if score_from is not None:
@@ -148,7 +151,7 @@ class PackedSegments:
             Lists of chunks. List n contains the n-th segment of each row. All rows of a chunk are at the same
             position in their segments.
         """
-        length, k, bptt = self.config.segment_length, self.config.sensory_tokens, self.config.bptt_segments
+        length, k, bptt = self.reader.length, self.reader.k, self.bptt_segments
         starts = [m + max(0, self.first - padding) for m, padding in zip(self.opened, self.padding)]
         chunks: list[list[Chunk]] = []
         for n, a in enumerate(range(0, max(self.lengths), length)):
@@ -172,14 +175,14 @@ class PackedSegments:
         """Return a chunk of the new tokens only. All rows must have the same number of new tokens."""
         count = self.lengths[0] - self.opened[0]
         places = long_tensor(self.opened, self.ids.device)[:, None] + torch.arange(count, device=self.ids.device)
-        ids = self.ids.gather(1, places + self.config.sensory_tokens)
+        ids = self.ids.gather(1, places + self.reader.k)
         targets = None if self.targets is None else self.targets.gather(1, places)
         returned = [min(max(0, self.first - padding), count) for padding in self.padding]
         return Chunk([*range(len(ids))], [*self.segments], returned, ids, targets, None, count, 0, False)
 
     def end(self, state: HMTState) -> HMTState:
         """Return `state` with the tail and the lengths after this call. The memory of `state` is already updated."""
-        k, length = self.config.sensory_tokens, self.config.segment_length
+        k, length = self.reader.k, self.reader.length
         lengths = torch.tensor(self.lengths, device=self.ids.device)[:, None]
         opened = lengths % length
         column = torch.arange(k + int(opened.max()), device=self.ids.device)

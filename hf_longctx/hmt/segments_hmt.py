@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import Cache
 
-from .backbone_hmt import Backbone, hide_prompt
+from .backbone_hmt import hide_prompt
 from .caches_hmt import fork
-from .configuration_hmt import HMTConfig
 from .graphs_hmt import can_capture
-from .memory_hmt import HMTMemory
 from .packing_hmt import Chunk, PackedSegments
-from .retriever_hmt import Retrieved, Retrievers, Segment, long_tensor
+from .reader_hmt import Reader
+from .retriever_hmt import Retrieved, Segment, long_tensor
 from .state_hmt import HMTState
 
 
@@ -66,9 +65,10 @@ class Segments:
     """Base class of the layouts. A layout reads the segments of one call with a backbone and a memory.
 
     Args:
-        config, lm, memory, retriever: as in `HMTWrapper`.
+        reader: what the model has settled.
         loss_function: computes the summed loss of logits, as in transformers.
         checkpoint: gradient checkpointing function, or None.
+        cuda_graphs: as in `HMTConfig`.
         output_recall: whether to fill `reports`. The reports of n segments contain up to n * n / 2 weights per row.
 
     Attributes:
@@ -79,20 +79,19 @@ class Segments:
 
     def __init__(
         self,
-        config: HMTConfig,
-        lm: Backbone,
-        memory: HMTMemory,
-        retriever: Retrievers,
+        reader: Reader,
         loss_function: Callable[..., Tensor],
         checkpoint: Callable[..., Any] | None = None,
+        cuda_graphs: bool = False,
         output_recall: bool = False,
     ):
-        self.config, self.lm, self.memory, self.retriever = config, lm, memory, retriever
-        self.loss_function, self.output_recall, self.embed = loss_function, output_recall, lm.embed
-        self.length, self.j, self.k = config.segment_length, config.summary_length, config.sensory_tokens
+        self.reader, self.lm, self.memory, self.retriever = reader, reader.lm, reader.memory, reader.retrievers
+        self.config, self.embed, self.cuda_graphs = reader.config, reader.lm.embed, cuda_graphs
+        self.loss_function, self.output_recall = loss_function, output_recall
+        self.length, self.j, self.k = reader.length, reader.j, reader.k
         self.run: Callable[..., Any] = self.run_once if checkpoint is None else partial(checkpoint, self.run_once)
         self.hide_prompt = cache(hide_prompt)  # the segments of a call share their masks
-        self.graphs = cache(lm.graphs.of)
+        self.graphs = cache(reader.lm.graphs.of)
         self.pieces: dict[int, dict[tuple, Tensor]] = defaultdict(dict)
         self.losses: list[Tensor] = []
         self.reports: list[list[Report]] = []
@@ -147,7 +146,7 @@ class Segments:
             mask = self.hide_prompt(embeds.shape[1], one.hidden_from, cached, embeds.dtype, embeds.device)
         memory = memory if self.retriever.mixes else None
         # Without a prompt, transformers inspects the mask. This synchronizes and rules out a capture.
-        captures = self.config.cuda_graphs and one.hidden_from is not None and one.last and can_capture(embeds)
+        captures = self.cuda_graphs and one.hidden_from is not None and one.last and can_capture(embeds)
         arguments = (embeds, mask, columns, targets, kv_cache, positions)
         logits, hidden, loss, kv_cache = self.run(*arguments, kept.stop > kept.start, memory, captures)
         if loss is not None:

@@ -67,12 +67,12 @@ class SinglePass(Segments):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.n_prefix = self.retriever.columns  # number of retrieved embeddings, including the prompt
-        reread, positions = self.config.reread, self.config.positions_per_segment
-        self.cuts = not reread and self.n_prefix == 1 and not self.lm.checkpoints_layers
-        if not reread:
-            self.lm.check_hides(positions, extends=self.cuts)
+        self.cuts = self.reader.in_two_passes
+        if self.cuts and self.lm.checkpoints_layers:
+            self.cuts = False
+            self.lm.check_hides(self.config.positions_per_segment, extends=False)
         before_recall = 0 if self.cuts else self.n_prefix - 1 + self.k + self.j
-        self.hidden_from = None if reread else before_recall  # see `Pass.hidden_from`
+        self.hidden_from = None if self.reader.reread else before_recall  # see `Pass.hidden_from`
 
     def read(self, state: HMTState, packed: PackedSegments, use_cache: bool) -> HMTState:
         """See `Segments.read`."""

@@ -107,7 +107,7 @@ def speed(args):
 
         if args.device == "cuda":
             captured = build(args.size, "single_pass", args, length)
-            captured.config.cuda_graphs = True
+            captured.configure(cuda_graphs=True)
             readers["cuda_graphs"] = lambda captured=captured, ids=ids: captured(ids)
             last["cuda_graphs"] = lambda captured=captured, ids=ids: captured(ids, logits_to_keep=1)
         with torch.no_grad():

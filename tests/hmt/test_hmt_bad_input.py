@@ -73,10 +73,16 @@ def it(tmp_path_factory):
 
 
 def changed(model, **settings):
-    """A model whose configuration was changed after it was built."""
+    """A copy of a model with other settings."""
     model = copy.deepcopy(model)
-    for name, value in settings.items():
-        setattr(model.config, name, value)
+    model.configure(**settings)
+    return model
+
+
+def written(model, **settings):
+    """A copy of a model, after an attempt to change its configuration behind its back."""
+    model = copy.deepcopy(model)
+    model.config.update(settings)
     return model
 
 
@@ -214,7 +220,18 @@ READ += [
     ),
     refused("a paper stream that stops in j", lambda it: it.paper(it.tokens, state=it.paper_state), "3 tokens into"),
     refused("DataParallel", lambda it: it.model._replicate_for_data_parallel()(it.tokens), "torchrun"),
-    refused("memory_size set to 0", lambda it: changed(it.model, memory_size=0)(it.tokens), "at least 1, got 0"),
+    refused("memory_size set to 0", lambda it: changed(it.model, memory_size=0), "at least 1, got 0"),
+    *(
+        refused(
+            f"{name} set behind the model's back",
+            lambda it, name=name, value=value: written(it.model, **{name: value}),
+            rf"config.{name}` cannot be changed.*model.configure\({name}={value!r}\).*copy.deepcopy\(model.config\)",
+        )
+        for name, value in {"loss_scope": "last", "bptt_segments": 2, "cuda_graphs": True, "segment_length": 9}.items()
+    ),
+    refused("a misspelt setting", lambda it: changed(it.model, memory_sise=9), "did you mean memory_size"),
+    refused("an unknown loss_scope of a call", lambda it: it.model(it.tokens, loss_scope="first"), "got 'first'"),
+    refused("a gradient of no segment", lambda it: it.model(it.tokens, bptt_segments=0), "at least 1, got 0"),
     refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "got the dtype torch.bfloat16"),
     refused("no rows", lambda it: it.model.new_state(0), "`batch_size` must be at least 1, got 0"),
     refused(
@@ -222,7 +239,7 @@ READ += [
     ),
     refused(
         "recall_dim of another size",
-        lambda it: changed(it.model, recall_dim=8)(it.tokens),
+        lambda it: changed(it.model, recall_dim=8),
         "recall_dim` must be .*got 8",
     ),
     harmless(

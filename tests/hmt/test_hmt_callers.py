@@ -1,5 +1,6 @@
 """What accelerate, PEFT and TRL do to an HMT: it works, or it is refused by its name, with advice that works."""
 
+import copy
 from importlib.util import find_spec
 
 import pytest
@@ -21,7 +22,7 @@ MODES = [{}, {"recall_mode": "paper"}]
 @pytest.mark.parametrize("reread", [None, False])
 def test_no_weights(settings, reread, make_wrapper):
     accelerate = pytest.importorskip("accelerate")
-    config = make_wrapper(**settings).config
+    config = copy.deepcopy(make_wrapper(**settings).config)
     config.reread = reread
     for empty in (accelerate.init_empty_weights, lambda: torch.device("meta")):
         with empty():

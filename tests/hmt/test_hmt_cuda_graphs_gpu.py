@@ -16,5 +16,4 @@ def test_captured_logits_are_those_of_eager_passes(make_wrapper, tokens, setting
     with torch.no_grad():
         captured = [model(ids).logits for _ in range(2)][-1]
         assert any(model.lm.graphs.graphs.values()) == is_masked(settings)
-        model.config.cuda_graphs = False
-        torch.testing.assert_close(captured, model(ids).logits, atol=ROUNDING, rtol=0)
+        torch.testing.assert_close(captured, model(ids, cuda_graphs=False).logits, atol=ROUNDING, rtol=0)

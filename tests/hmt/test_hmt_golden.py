@@ -76,7 +76,7 @@ def test_every_stored_case_is_listed(golden):
 @pytest.mark.parametrize("scope", ["last", "all"])
 def test_values_and_gradients(case, scope):
     model = case.wrapper()
-    model.config.loss_scope = scope
+    model.configure(loss_scope=scope)
     expected = case.group("expected/")
     out = model(**case.inputs(), output_recall=True)
 

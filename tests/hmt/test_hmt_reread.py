@@ -117,6 +117,12 @@ def test_attention_without_masks_is_refused_where_a_mask_is_needed(make_wrapper,
         llama.config._attn_implementation = attention
         with pytest.raises(ValueError, match=f"reread=False needs a 4D mask, and attention '{attention}'.*'sdpa'"):
             make_wrapper(**settings)(tokens)
+        llama.config._attn_implementation = "sdpa"
+        model = make_wrapper(**settings)
+        model(tokens)
+        llama.config._attn_implementation = attention  # after the model has settled
+        with pytest.raises(ValueError, match="reread=False needs a 4D mask"):
+            model(tokens)
     llama.config._attn_implementation = flash
     monkeypatch.setattr(Backbone, "checkpoints_layers", True)
     with pytest.raises(ValueError, match="gradient checkpointing of the layers is off"):
@@ -165,9 +171,11 @@ def test_it_is_saved_and_refused_where_it_cannot_be_computed(make_wrapper, token
         assert_close(again(tokens).logits, model(tokens).logits)
     for kind in ("Gemma2", "Mamba", "Falcon-H1", "BLOOM"):
         model = make(kind)
-        model.config.reread = False
         with pytest.raises(ValueError, match="is not supported by"):
-            model(tokens)
+            model.configure(reread=False)
+        assert model.config.reread
         model.save_pretrained(tmp_path / kind)
+        file = tmp_path / kind / "config.json"
+        file.write_text(file.read_text().replace('"reread": true', '"reread": false'))
         with pytest.raises(ValueError, match="is not supported by"):
             AutoModelForCausalLM.from_pretrained(tmp_path / kind)

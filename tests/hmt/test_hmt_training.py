@@ -35,7 +35,8 @@ def test_losses_are_what_they_say(make_wrapper, tokens, mode):
     found = model(tokens[:, 13:], labels=labels[:, 13:], state=state, score_from=4).loss
     assert_close(found, losses[late & (torch.arange(42) >= 13)].mean())
     assert_close(model(tokens, labels=labels, num_items_in_batch=100).loss, losses[scored].sum() / 100)
-    model.config.loss_scope = "last"
+    assert_close(model(tokens, labels=labels, loss_scope="last").loss, losses[:, -8:].mean())
+    model.configure(loss_scope="last")
     assert_close(model(tokens, labels=labels).loss, losses[:, -8:].mean())
     assert_close(model(tokens[:, :6], labels=tokens[:, :6]).loss, losses[:, :5].mean())
 
@@ -72,11 +73,17 @@ def test_recall_report(make_wrapper, tokens):
 @pytest.mark.parametrize("settings", [{}, {"recall": False}, {"recall_mode": "paper"}], ids=str)
 def test_truncation_equals_detached_chunks(make_wrapper, tokens, settings):
     """Segments are counted from the start of the sequence, not of the call."""
-    model, labels, start = make_wrapper(bptt_segments=2, **settings), tokens.clone(), 5
+    model, labels, start = make_wrapper(**settings), tokens.clone(), 5
     labels[:, [16, 32]] = -100  # the first token of a call has no prediction
     state = model(tokens[:, :start], use_cache=True).state.detach()
-    model(tokens[:, start:], labels=labels[:, start:], state=state, num_items_in_batch=1).loss.backward()
-    expected, model.config.bptt_segments = gradients(model), None
+    rest = {"labels": labels[:, start:], "state": state, "num_items_in_batch": 1}
+    model(tokens[:, start:], bptt_segments=2, **rest).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    model.configure(bptt_segments=2)
+    model(tokens[:, start:], **rest).loss.backward()
+    assert_same_gradients(gradients(model), expected)
+    model.configure(bptt_segments=None)
     model.zero_grad()
     for a, b in ((start, 16), (16, 32), (32, 43)):
         out = model(tokens[:, a:b], labels=labels[:, a:b], state=state, num_items_in_batch=1)
