@@ -150,10 +150,10 @@ def logit_bound_of_norms(attention, heads):
     if q.device.type == "meta" or (q.numel(), k.numel() * group) != (heads * head_dim, heads * head_dim):
         return None, 1.0
     q, k = q.view(-1, group, head_dim), k.view(-1, 1, head_dim)
-    largest_of = partial(torch.linalg.vector_norm, ord=math.inf, dim=-1)  # largest absolute value
+    largest_of = lambda x: torch.linalg.vector_norm(x, ord=math.inf, dim=-1).float()  # noqa: E731
     # RoPE mixes dimensions, so the maxima of q and k may coincide. YaRN and LongRoPE scale q and k.
     largest = largest_of(q * k) if config.rope_parameters is None else largest_of(q) * largest_of(k)
-    return largest.flatten().float(), ROUNDING * attention.scaling * attention.rotary_gain * head_dim
+    return largest.flatten(), ROUNDING * attention.scaling * attention.rotary_gain * head_dim
 
 
 def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):
@@ -250,6 +250,8 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
         hidden = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask < MASKED
         logits = (logits + attention_mask.float()).masked_fill(hidden, torch.finfo(torch.float32).min)
     weights = logits.softmax(-1).to(value.dtype)
+    if attention_mask is not None:  # a query that attends to nothing returns 0, as with SDPA
+        weights = weights.masked_fill(hidden, 0.0)
     weights = F.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 

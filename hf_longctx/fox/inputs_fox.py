@@ -143,8 +143,9 @@ def create_attention_mask(config, inputs_embeds, attention_mask, cache, position
         if cache.is_compileable:  # the cache stores which of its tokens are hidden, so the mask covers new tokens only
             if attention_mask is not None:
                 attention_mask = attention_mask[:, -inputs_embeds.shape[1] :]
-                if cache.is_initialized:
-                    return config._attn_implementation, attention_mask[:, None, None].bool()
+            if cache.layers[0].is_initialized:
+                mask = None if attention_mask is None else attention_mask[:, None, None].bool()
+                return config._attn_implementation, mask
             cache = None
     if config._attn_implementation == NAME:
         supported, visible = find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence)

@@ -399,6 +399,9 @@ class FoxModel(FoxPreTrainedModel):
         config = self.config
         if config._attn_implementation == AUTO and not isinstance(attention_mask, dict):  # resolved if it is a dict
             config = with_implementation(config, choose_implementation(config, inputs_embeds, cache))
+        check_weights: Any = getattr(cache, "check_weights", None)  # of a `PrunedCache`
+        if check_weights is not None and not torch.compiler.is_compiling():
+            check_weights(self.layers)
         call = read_call(config, inputs_embeds, attention_mask, position_ids, cache, shard=shard, **kwargs)
         # A cache cannot separate packed documents. In compiled calls, packing is only an assumption.
         if use_cache and cache is None and (call.position_in_sequence is None or torch.compiler.is_compiling()):

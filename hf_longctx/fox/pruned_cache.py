@@ -39,7 +39,7 @@ exceeds the tolerance, a warning is logged.
 
 import math
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -59,6 +59,12 @@ logger = logging.get_logger(__name__)
 # Safety factor of logit_bound="observed". The tolerance holds for logits up to 25 % above the largest observed one, M.
 # In exchange, the left side of (1) must be smaller by a factor of exp(M / 2).
 HEADROOM = 1.25
+IDENTIFYING = 1024  # how many numbers of each weight a cache records, to recognize its model
+
+
+def type_name(x) -> str:
+    """Name the type and module of x: several libraries have a `Linear`, and saved code has classes of our names."""
+    return f"{type(x).__name__} of {type(x).__module__}"
 
 
 @torch.no_grad()
@@ -81,10 +87,11 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
         return (unit * largest).expand(config.num_attention_heads)
     norms = []
     for projection in (attention.q_proj, attention.k_proj):
-        if type(projection) is not nn.Linear:
+        if type(projection) is not nn.Linear or projection.weight.is_meta:
+            kind = "offloaded weights" if type(projection) is nn.Linear else type_name(projection)
             raise ValueError(
-                'with logit_bound="weights", the query and key projections must be nn.Linear, got '
-                f'{type(projection).__name__}. Merge the adapter, or use logit_bound="observed".'
+                f'with logit_bound="weights", the query and key projections must be torch.nn.Linear, got {kind}. Load '
+                'the weights without offloading, merge the adapter, or use logit_bound="observed".'
             )
         weight = projection.weight.float() * decoder_layer.input_layernorm.weight.float()
         weight = weight.view(-1, head_dim, config.hidden_size)  # (H, D, hidden); the norm of the input is sqrt(hidden)
@@ -94,6 +101,27 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
         norms.append(norm)
     queries, keys = norms[0], norms[1].repeat_interleave(attention.num_key_value_groups)
     return ROUNDING * attention.scaling * attention.rotary_gain * queries * keys
+
+
+def bound_weights(decoder_layer) -> list[tuple[Any, Any]]:
+    """List the weights and biases that determine the logits, and their modules."""
+    attention = decoder_layer.self_attn
+    modules = decoder_layer.input_layernorm, attention.q_proj, attention.k_proj, attention.q_norm, attention.k_norm
+    pairs = [(module, getattr(module, name, None)) for module in modules for name in ("weight", "bias")]
+    return [(module, x) for module, x in pairs if isinstance(x, torch.Tensor)]
+
+
+def weight_versions(decoder_layers) -> list[tuple[int, int, int]]:
+    """Return numbers that change if `bound_weights` are replaced or updated in place."""
+    weights = [pair for layer in decoder_layers for pair in bound_weights(layer)]
+    return [(id(module), id(x), 0 if x.is_inference() else x._version) for module, x in weights]
+
+
+def first_weights(decoder_layer) -> list[torch.Tensor]:
+    """Return views of the first numbers of each of the `bound_weights`. They identify the weights."""
+    weights = [x.detach() for _, x in bound_weights(decoder_layer)]
+    local = [x.to_local() if hasattr(x, "to_local") else x for x in weights]  # under tensor parallelism
+    return [x.flatten()[:IDENTIFYING] for x in local]
 
 
 class HeadGroup:
@@ -557,8 +585,8 @@ class PrunedCache(Cache):
         decoder_layers = [module for module in modules if isinstance(module, FoxDecoderLayer)]
         if not decoder_layers:
             raise ValueError(
-                f"`model` must be a FoX of hf_longctx, got {type(model).__name__}. Load a FoX after `import hf_longctx`, "
-                "or use a DynamicCache."
+                f"`model` must be a FoX of hf_longctx, got {type_name(model)}. Load a FoX after `import hf_longctx` and without "
+                "trust_remote_code, or use a DynamicCache."
             )
         attentions = [layer.self_attn for layer in decoder_layers]
         config = attentions[0].config
@@ -594,6 +622,33 @@ class PrunedCache(Cache):
             kind = partial(StaticPrunedHybridLayer if shift else StaticPrunedLayer, max_cache_len=max_cache_len)
         bounds = [logit_bound_of_weights(layer) if logit_bound == "weights" else None for layer in decoder_layers]
         super().__init__(layers=[kind(*pair, tolerance, prune_every) for pair in zip(attentions, bounds)])
+        self.versions, self.checked_at = weight_versions(decoder_layers), -1
+        self.weights = [[x.clone() for x in first_weights(layer)] for layer in decoder_layers]
+
+    @torch.no_grad()
+    def check_weights(self, decoder_layers) -> None:
+        """Raise ValueError if a bound from the weights is not a bound for these layers: other or changed weights.
+
+        The identity and version of the weights are compared in every call, their values after each pruning.
+        """
+        pruned_at, versions = self.layers[0].pruned_at, weight_versions(decoder_layers)
+        if self.layers[0].weight_bound is None or (versions, pruned_at) == (self.versions, self.checked_at):
+            return
+        for layer, recorded, cached in zip(decoder_layers, self.weights, self.layers):
+            weights = first_weights(layer)
+            same = len(weights) == len(recorded) and all(
+                x.shape == y.shape and torch.equal(x, y.to(x)) for x, y in zip(weights, recorded)
+            )
+            if same and versions != self.versions:  # up to the rounding to bfloat16
+                bound = logit_bound_of_weights(layer)
+                same = bool((bound <= 1.01 * cached.weight_bound.to(bound)).all())
+            if not same:
+                raise ValueError(
+                    "this PrunedCache must be used with the weights that it was created for, got others. Its bound on "
+                    "the logits follows from them. After training, loading or merging weights, create a new cache: "
+                    "PrunedCache(model)."
+                )
+        self.versions, self.checked_at = versions, pruned_at
 
     def make_room(self, tokens: int, attention_mask: torch.Tensor | None) -> None:
         """Prepare a call with `tokens` tokens and a mask (B, past + tokens). Compiled calls do not prune."""
@@ -606,16 +661,17 @@ class PrunedCache(Cache):
                 )
             for layer in self.layers:
                 layer.make_room(tokens, length)
-        if isinstance(first := self.layers[0], StaticPrunedLayer) and attention_mask is not None:
-            mask, before = attention_mask.bool(), first.visible
+        layers: Any = self.layers
+        if self.is_compileable and attention_mask is not None:
+            mask, before = attention_mask.bool(), layers[0].visible
             if before is None:
                 before = mask.new_ones(len(mask), 0)
             visible = mask[:, :-tokens]
             before = nn.functional.pad(before, (0, visible.shape[1] - before.shape[1]), value=True)
             if torch.compiler.is_compiling() or not torch.equal(visible, before):
-                for layer in self.layers:
+                for layer in layers:
                     layer.mark(visible)
-            first.visible = mask
+            layers[0].visible = mask
 
     def prune(self) -> None:
         """Drop all tokens that can be dropped now. Call it after a long prompt, or between compiled steps."""

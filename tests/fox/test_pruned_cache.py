@@ -1,5 +1,7 @@
 """Pruned decoding: the bound holds, whatever gates and queries do, and the cache behaves as any other."""
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -23,9 +25,9 @@ VARIANTS = tiny_fox.VARIANTS | {
 GROUPED = "pro with grouped heads and rope"
 
 
-def make(variant, backend="sdpa"):
+def make(variant, backend="sdpa", seed=0):
     """A small model with fast and slow heads, its other parameters far from their initial value."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = VARIANTS[variant]()
     config.decay_time_min, config.decay_time_max = 0.5, 100.0
     model = FoxForCausalLM(config).eval()
@@ -204,13 +206,139 @@ def test_cropping_up_to_the_last_pruning():
 
 
 @pytest.mark.parametrize("slots", [None, 160])
-def test_a_reset_cache_is_new(slots):
-    model, ids = make(GROUPED), tokens()
+@pytest.mark.parametrize("variant", ["llama", GROUPED])
+def test_a_reset_cache_is_new(slots, variant):
+    """The next batch may have another size and dtype."""
+    model, ids = make(variant), tokens()
     cache = pruned(model, slots=slots)
-    in_chunks(model, tokens(seed=7), cache, 40)
+    in_chunks(model.double(), tokens(3, seed=7), cache, 40)
+    model.float()
     cache.reset()
     assert cache.get_seq_length() == 0 and not cache.dropped.any() and cache.lost_weight == 0
     torch.testing.assert_close(in_chunks(model, ids, cache, 40), logits(model, ids), atol=5e-5, rtol=1e-4)
+
+
+HIDDEN = {
+    "the prefix": lambda mask: mask[0, :30].zero_(),
+    "the middle": lambda mask: mask[:, 50:55].zero_(),
+    "a row": lambda mask: mask[1, :-1].zero_(),
+    "other tokens in each call": lambda mask: mask.bernoulli_(0.7),
+}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("variant", ["llama", "pro", GROUPED])
+def test_a_mask_hides_cached_tokens(variant, backend):
+    """Tokens that are hidden in one call, and padding, may be visible later. None hides nothing."""
+    model, ids = make(variant, backend), tokens()
+    caches = DynamicCache(config=model.config), pruned(model, 1e-7), pruned(model, 1e-7, slots=256)
+    torch.manual_seed(0)
+    chunks, end = [60, 1, 1, 9, 1, 30, 1, 1, 8, 1], 0
+    hidden = [None, *HIDDEN.values(), None, *HIDDEN.values()]
+    for chunk, hide in zip(chunks, hidden, strict=True):
+        new, end = ids[:, end : end + chunk], end + chunk
+        mask = torch.ones(2, end, dtype=torch.long)
+        if hide is not None:
+            hide(mask)
+        full, *got = (logits(model, new, attention_mask=None if hide is None else mask, cache=x) for x in caches)
+        for logits_of_cache in got:
+            torch.testing.assert_close(logits_of_cache, full, atol=5e-5, rtol=1e-4)
+        for cache in caches:  # the masks of later calls do not follow the rows
+            cache.batch_select_indices(torch.tensor([1, 0]))
+        ids = ids.flip(0)
+
+
+def test_a_compiled_step_obeys_a_mask():
+    torch._dynamo.reset()
+    model, ids = make(GROUPED), tokens()
+    cache, full, mask = pruned(model, slots=256), DynamicCache(config=model.config), torch.ones(2, 160).long()
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    mask[:, 20:25] = 0
+    for used in (cache, full):
+        logits(model, ids[:, :100], cache=used)
+    for t in range(100, 108):
+        seen = mask[:, : t + 1] if t % 2 else None
+        got = logits(step, ids[:, t : t + 1], attention_mask=seen, cache=cache)
+        want = logits(model, ids[:, t : t + 1], attention_mask=seen, cache=full)
+        torch.testing.assert_close(got, want, atol=5e-5, rtol=1e-4)
+
+
+def test_a_static_cache_needs_a_column_for_each_token():
+    model = make("pro")
+    cache = pruned(model, slots=64)
+    logits(model, tokens(1, 9), cache=cache)
+    embedded = model.model.embed_tokens(tokens(1, 1))
+    with pytest.raises(ValueError, match="must have 10 columns, got 1"):
+        model.create_masks_for_generate(model.config, embedded, torch.ones(1, 1), cache)
+
+
+@pytest.mark.parametrize("slots", [None, 256])
+def test_a_model_in_float64(slots):
+    model, ids = make(GROUPED).double(), tokens()
+    got = in_chunks(model, ids, pruned(model, 1e-9, slots=slots), CHUNKS)
+    torch.testing.assert_close(got, logits(model, ids), atol=5e-5, rtol=1e-4)  # c is a float32
+
+
+def trained(model):
+    model(tokens(), labels=tokens()).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def with_one_large_weight(model):
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[-1, -1] = 100.0
+
+
+CHANGES = {
+    "a training step": trained,
+    "one large weight": with_one_large_weight,
+    "loaded weights": lambda model: model.load_state_dict(make("llama", seed=1).state_dict()),
+    "assigned weights": lambda model: model.load_state_dict(make("llama", seed=1).state_dict(), assign=True),
+    "a norm": lambda model: model.model.layers[0].input_layernorm.weight.data.mul_(3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("used", [False, True])
+def test_a_bound_of_other_weights_is_refused(change, used):
+    model, ids = make("llama"), tokens()
+    cache = PrunedCache(model, prune_every=8)
+    if used:
+        in_chunks(model, ids[:, :40], cache, 20)
+    change(model)
+    with pytest.raises(ValueError, match="must be used with the weights that it was created for"):
+        in_chunks(model, ids[:, 40:], cache, 20)  # weights changed by `.data` are noticed after a pruning
+    logits(model, ids, cache=PrunedCache(model))
+
+
+def test_a_cache_of_another_model_is_refused():
+    """Untrained norms are equal, and so is their bound."""
+    models = [FoxForCausalLM(FoxConfig.pro(**TINY)).eval() for _ in range(2)]
+    with pytest.raises(ValueError, match="must be used with the weights that it was created for"):
+        logits(models[1], tokens(), cache=PrunedCache(models[0]))
+    with pytest.raises(ValueError, match="must be used with the weights that it was created for"):
+        models[1].generate(tokens(), cache=PrunedCache(models[0], max_cache_len=512), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("variant", ["llama", GROUPED])
+def test_copied_and_converted_weights_are_the_same_weights(variant):
+    model, ids = make(variant), tokens()
+    cache = pickle.loads(pickle.dumps(PrunedCache(model, prune_every=8)))
+    for used in (model, copy.deepcopy(model), model.bfloat16()):
+        cache.reset()
+        in_chunks(used, ids[:, :60], cache, 20)
+        in_chunks(used, ids[:, 60:], copy.deepcopy(cache), 20)
+
+
+def test_an_adapter_is_merged_first():
+    peft = pytest.importorskip("peft")
+    model = make("llama")
+    cache, config = PrunedCache(model), peft.LoraConfig(target_modules=["q_proj"])
+    model = peft.get_peft_model(model, config)
+    with pytest.raises(ValueError, match=r"must be torch.nn.Linear, got Linear of peft.*merge the adapter"):
+        PrunedCache(model)
+    with pytest.raises(ValueError, match=r"must be torch.nn.Linear, got Linear of peft.*merge the adapter"):
+        logits(model, tokens(), cache=cache)
 
 
 def test_memory_falls_to_what_is_remembered():
