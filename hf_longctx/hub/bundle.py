@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from ..fox.checkpoint_files import TOKENIZER_FILES, Checkpoint, leads_outside, r
 from ..fox.modeling_fox import AUTO_MAP
 from ..metrics import read_result
 from ..metrics.result import Result, commit
-from .weights import check_safetensors, check_weights
+from .tokenizer import check_text_files
+from .weights import check_adapter, check_safetensors, check_weights
 
 
 CONTENTS = "hf_longctx.json"  # versions of the libraries, and the sha256 of every pushed file
@@ -143,9 +145,8 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
 
     Raises:
         ValueError: a file must not be published (a pickle, the state of a training run, a hidden file, a symbolic
-            link to a file outside the folder); weights are missing, damaged or incomplete, or contain NaN; code is
-            missing or in another repository; the base model is not the name of a Hub repository; or a file is not
-            valid JSON.
+            link to a file outside the folder); the files do not work together (`check_weights`, `check_text_files`);
+            code is missing or in another repository; or the base model is not the name of a Hub repository.
         FileNotFoundError, NotADirectoryError: the folder does not exist.
     """
     folder = Path(folder)
@@ -178,7 +179,9 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
         tensors = {name: math.prod(shape) for name, shape in checkpoint.shapes.items()}
     elif "adapter_config.json" in names:
         config, checkpoint = read_config(folder / "adapter_config.json"), None
-        tensors = check_safetensors(folder / ADAPTER)
+        weights = check_safetensors(folder / ADAPTER)
+        check_adapter(folder, config, weights)
+        tensors = {name: tensor.numel() for name, tensor in weights.items()}
         files |= {name: folder / name for name in ("adapter_config.json", ADAPTER, BASE) if name in names}
         files |= code_files(folder, {})
         base_has_code = BASE in names and read_json(folder / BASE).get("model_type") in AUTO_MAPS
@@ -190,9 +193,31 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     bundle = Bundle(files, left_out, config, tensors, results, documents, samples, base_has_code)
     if bundle.base is not None:
         check_base(folder, bundle)
-    if checkpoint is not None:
-        check_weights(folder, checkpoint, config, bundle.auto_class)
+    check_loading(folder, bundle, checkpoint)
     return with_contents(bundle)
+
+
+def check_loading(folder: Path, bundle: Bundle, checkpoint: Checkpoint | None) -> None:
+    """Load the files of a bundle as a user who has downloaded them. Raise ValueError if they do not work together."""
+    with tempfile.TemporaryDirectory() as temporary:
+        downloaded = Path(temporary)
+        for name, content in bundle.files.items():
+            if isinstance(content, bytes):
+                (downloaded / name).write_bytes(content)
+            elif name != "adapter_config.json":  # transformers would look for the base model
+                (downloaded / name).symlink_to(content.resolve())
+        try:
+            values = {
+                name: read_json(downloaded / name) for name in sorted(os.listdir(downloaded)) if name.endswith(".json")
+            }
+            embeddings = None
+            if checkpoint is not None:
+                embeddings = check_weights(downloaded, checkpoint, bundle.config, bundle.auto_class)
+                text_config = bundle.config.get("text_config", bundle.config)
+                embeddings = text_config.get("vocab_size") if embeddings is None else embeddings
+            check_text_files(downloaded, values, embeddings)
+        except ValueError as error:
+            raise ValueError(str(error).replace(temporary, str(folder))) from error
 
 
 def read_config(path: Path) -> dict:

@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub import ModelCard
 from mistakes import refused
 from safetensors.torch import save_file
+from tiny_tokenizer import save_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper, cli
@@ -179,7 +180,7 @@ def test_a_card_vouches_for_the_code_of_the_package_only(tmp_path):
     (tmp_path / "modeling_fox.py").write_text("import os\n")  # is not what is pushed
     sentence = "They are files of the package hf-longctx"
     assert sentence in with_card(build_bundle(tmp_path)).text("README.md")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
+    save_tokenizer(tmp_path)
     lines = with_card(build_bundle(tmp_path), "alice/fox", "v1").text("README.md")
     for name in ("AutoModelForCausalLM", "AutoTokenizer"):  # which would ask without it
         assert f'{name}.from_pretrained("alice/fox", revision="v1", trust_remote_code=True)' in lines
@@ -362,7 +363,7 @@ def test_secrets_and_paths_of_a_machine_are_refused(folder):
 
 
 def test_every_file_is_searched_for_secrets(folder):
-    for file in ("LICENSE.txt", "tokenizer.json", "README.md", "card_notes.md"):
+    for file in ("LICENSE.txt", "chat_template.jinja", "README.md", "card_notes.md"):
         write(folder / file, TOKEN)
         with pytest.raises(ValueError, match=f"{file} contains a token"):
             check(build_bundle(folder))
@@ -373,6 +374,7 @@ def test_every_file_is_searched_for_secrets(folder):
     (folder / "model.safetensors").unlink()
     model = LlamaForCausalLM(LLAMA)
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt", "key": TOKEN})
+    save_tokenizer(folder)
     write(folder / "tokenizer_config.json", '{"special_tokens_map_file": "/home/alice/x.json"}')
     with pytest.raises(
         ValueError, match=r"model\.safetensors contains a token.*tokenizer_config.json contains the local"

@@ -14,7 +14,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import GatedRepoError
 from mistakes import refused
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_tokenizer import save_tokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import hf_longctx
@@ -26,6 +27,7 @@ from hf_longctx.hub.push import removed_files
 
 ROOT = Path(__file__).resolve().parents[2]
 NORM = "model.norm.weight"
+ADAPTER, Q = "adapter_model.safetensors", "base_model.model.model.layers.0.self_attn.q_proj"
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
 
 
@@ -36,7 +38,7 @@ def fox(tmp_path_factory):
     FoxForCausalLM(FoxConfig(**TINY)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     write(folder / "config.json", {name: value for name, value in config.items() if name != "auto_map"})
-    write(folder / "tokenizer_config.json", {})
+    save_tokenizer(folder)
     for path in folder.glob("*.py"):
         path.unlink()
     return folder
@@ -51,8 +53,9 @@ def folder(fox, tmp_path):
 def adapter(fox, tmp_path):
     path = tmp_path / "adapter"
     path.mkdir()
-    write(path / "adapter_config.json", {"base_model_name_or_path": "alice/fox", "peft_type": "LORA"})
-    shutil.copyfile(fox / "model.safetensors", path / "adapter_model.safetensors")
+    config = {"base_model_name_or_path": "alice/fox", "peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+    write(path / "adapter_config.json", config)
+    save_file({f"{Q}.lora_A.weight": torch.ones(2, 32), f"{Q}.lora_B.weight": torch.ones(32, 2)}, path / ADAPTER)
     return path
 
 
@@ -73,8 +76,8 @@ def test_a_bundle_has_known_files_and_the_code_of_the_package(folder):
     code = {Path(path).name for path in get_relative_import_files(modeling_fox.__file__)} | {"modeling_fox.py"}
     assert {path for path in bundle.files if path.endswith(".py")} == code
     assert all(bundle.files[name] == Path(modeling_fox.__file__).with_name(name) for name in code)
-    others = {"config.json", "generation_config.json", "hf_longctx.json", "model.safetensors", "tokenizer_config.json"}
-    assert set(bundle.files) == code | others
+    others = {"config.json", "generation_config.json", "hf_longctx.json", "model.safetensors"}
+    assert set(bundle.files) == code | others | {"tokenizer.json", "tokenizer_config.json"}
     assert set(bundle.left_out) == {"checkpoint-5", "notes.txt"}
     assert json.loads(bundle.files["config.json"])["auto_map"]["AutoConfig"] == "configuration_fox.FoxConfig"
     contents = json.loads(bundle.files["hf_longctx.json"])
@@ -172,6 +175,59 @@ def with_tensors(changed):
     return built(save)
 
 
+def with_file(name, **values):
+    """Change fields of a JSON file."""
+    return built(lambda folder: change(folder / name, **values))
+
+
+def with_tokenizer(change_tokenizer):
+    def save(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        change_tokenizer(tokenizer)
+        tokenizer.save_pretrained(folder)
+
+    return built(save)
+
+
+def cut(name):
+    return built(lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:500]))
+
+
+def in_a_shard(name, changed):
+    """Save the model in two shards, and change a tensor of the second one."""
+
+    def save(folder):
+        tensors = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        shards = {"a": {NORM: tensors.pop(NORM)}, "b": tensors | {name: changed(tensors[name])}}
+        for shard, content in shards.items():
+            save_file(content, folder / f"{shard}.safetensors", metadata={"format": "pt"})
+        weight_map = {key: f"{shard}.safetensors" for shard, content in shards.items() for key in content}
+        write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+
+    return built(save)
+
+
+def with_one(value, dtype=torch.float32):
+    """A function that replaces one number of a tensor."""
+
+    def changed(tensor):
+        tensor = tensor.clone()
+        tensor.flatten()[5] = value
+        return tensor.to(dtype)
+
+    return changed
+
+
+def with_adapter(tensors=None, **values):
+    def mistake(folder, adapter):
+        save_file((load_file(adapter / ADAPTER) if tensors is None else tensors), adapter / ADAPTER)
+        change(adapter / "adapter_config.json", **values)
+        build_bundle(adapter)
+
+    return mistake
+
+
 def with_base(name):
     def mistake(folder, adapter):
         change(adapter / "adapter_config.json", base_model_name_or_path=name)
@@ -187,6 +243,41 @@ def with_an_import_of_a_file_outside(folder):
     (folder / "mine.py").write_text(f'"""\nfrom .{outside.with_suffix("")} import x\n"""\n')
 
 
+def with_one_more_layer(folder):
+    FoxForCausalLM(FoxConfig(**TINY | {"num_hidden_layers": 2})).save_pretrained(folder)
+    change(folder / "config.json", num_hidden_layers=1)
+
+
+def with_the_config_of_a_llama(folder):
+    LlamaConfig(**TINY, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+
+
+def with_a_tied_head(folder):
+    config = FoxConfig(**TINY, tie_word_embeddings=True)
+    config.architectures = ["FoxForCausalLM"]
+    config.save_pretrained(folder)
+
+
+def with_large_values(folder):
+    tensors = load_file(folder / "model.safetensors") | {NORM: torch.full((32,), 1e6)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    change(folder / "config.json", dtype="float16")
+
+
+def with_a_wrong_index(folder):
+    in_a_shard("lm_head.weight", torch.clone)(folder, None)
+    index = folder / "model.safetensors.index.json"
+    change(index, weight_map=json.loads(index.read_text())["weight_map"] | {NORM: "b.safetensors"})
+    build_bundle(folder)
+
+
+def save_in_float8(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {NORM: torch.full((32,), torch.nan).to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+
+
+GATE = "model.layers.0.self_attn.f_proj.bias"
+LORA = {"A": torch.ones(2, 32), "B": torch.ones(32, 2)}
 TOKENIZER = b'{"auto_map": {"AutoTokenizer": ["bob/code--tokenizer.Tokenizer", null]}}'
 MISTAKES = [
     refused("arguments of the training", adding("training_args.bin"), r"training_args\.bin is a pickle.*token"),
@@ -219,6 +310,82 @@ MISTAKES = [
         }.items()
         for name, value in rows
     ),
+    refused("NaN in float8", built(save_in_float8), "NaN in model.norm.weight"),
+    *(
+        refused(f"{value} in {name}", in_a_shard(name, with_one(value, dtype)), f"b.safetensors contains .* in {name}")
+        for name, value, dtype in [
+            ("lm_head.weight", torch.inf, torch.float32),
+            (GATE.replace("bias", "weight"), -torch.inf, torch.bfloat16),
+            ("model.embed_tokens.weight", torch.nan, torch.float64),
+        ]
+    ),
+    refused("an infinite gate", with_tensors({GATE: torch.full((2,), torch.inf)}), f"infinity in {GATE}"),
+    refused(
+        "a value that overflows",
+        built(with_large_values),
+        "contains 1e[+]06 in model.norm.weight, which is infinite in torch.float16",
+    ),
+    *(
+        refused(
+            f"{dtype} weights", with_tensors({NORM: torch.ones(32, dtype=dtype)}), "must have a floating-point dtype"
+        )
+        for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64)
+    ),
+    refused("fewer layers", built(with_one_more_layer), "does not use .* of the tensors .*model.layers.1"),
+    refused("an unknown tensor", with_tensors({"extra": torch.ones(1)}), "does not use 1 of the tensors .*extra"),
+    refused("without its gates", with_config(forget_gate="none"), "does not use .*f_proj"),
+    refused("the config of a Llama", built(with_the_config_of_a_llama), "LlamaForCausalLM that does not use .*f_proj"),
+    refused(
+        "another head than the tied one", built(with_a_tied_head), "ties lm_head.weight to .* but these .* differ"
+    ),
+    *(
+        refused(f"the class {name}", with_config(architectures=[name]), "must name a class of the model type 'fox'")
+        for name in ("LlamaForCausalLM", "FoxForCausallm")
+    ),
+    refused("a wrong index", built(with_a_wrong_index), "places model.norm.weight in b.safetensors"),
+    *(refused(f"half of {name}", cut(name), f"{name} is not JSON") for name in ("tokenizer.json", "config.json")),
+    *(
+        refused(f"an empty {name}", adding(name), f"{name} is not JSON")
+        for name in ("generation_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer_config.json")
+    ),
+    refused("only the settings of a tokenizer", without("tokenizer.json"), "cannot load the tokenizer in"),
+    refused("a tokenizer of nothing", adding("tokenizer.json", b"{}"), "cannot load the tokenizer in"),
+    refused(
+        "a tokenizer with more words", with_tokenizer(lambda x: x.add_tokens(["new"])), "the token 'new' .* 0 to 60"
+    ),
+    refused("an unknown EOS", with_file("tokenizer_config.json", eos_token="<eos>"), "the token '<eos>' .* got 61"),
+    refused(
+        "a template that does not parse", adding("chat_template.jinja", b"{% for %}"), "not a valid jinja template"
+    ),
+    refused(
+        "a number as a template", with_file("tokenizer_config.json", chat_template=3), "cannot load the tok|jinja"
+    ),
+    refused(
+        "a template in JSON", adding("chat_template.json", b'{"chat_template": "{{"}'), "not a valid jinja template"
+    ),
+    *(
+        refused(f"{name} {value}", with_file("generation_config.json", **{name: value}), f"{name} in .* must be an id")
+        for name, value in [
+            ("eos_token_id", [2, 61]),
+            ("pad_token_id", -1),
+            ("bos_token_id", "<s>"),
+            ("decoder_start_token_id", 100),
+            ("suppress_tokens", [1, 1000]),
+            ("bad_words_ids", [[1], [2, 99]]),
+        ]
+    ),
+    refused(
+        "an EOS beyond the vocabulary", with_config(eos_token_id=61), "eos_token_id in .*/config.json must be an id"
+    ),
+    refused("a list as generation config", adding("generation_config.json", b"[]"), "must contain a JSON object"),
+    refused("no new tokens", with_file("generation_config.json", max_new_tokens=0), "`max_new_tokens` must be"),
+    refused("an infinite adapter", with_adapter({f"{Q}.lora_A.weight": LORA["A"] / 0}), "infinity in .*lora_A"),
+    refused("an adapter of integers", with_adapter({"x": torch.ones(2).long()}), "must have a floating-point dtype"),
+    refused("an empty adapter", with_adapter({}), "does not contain weights of its adapter"),
+    refused("no LoRA in a LoRA", with_adapter({"a.weight": torch.ones(2)}), "does not contain weights of its adapter"),
+    refused("a target that is not there", with_adapter(target_modules=["key"]), "got .*key.* for model.layers.0"),
+    refused("another rank", with_adapter(r=8), r"a rank in \[8\], got .*lora_A.weight \(2, 32\)"),
+    refused("half of a LoRA", with_adapter({f"{Q}.lora_A.weight": LORA["A"]}), "must contain pairs"),
     refused("no weights", without("model.safetensors"), "lacks model.safetensors"),
     refused("index of absent file", with_index({"lm_head.weight": "other.safetensors"}), "lacks other.safetensors"),
     refused("index to a file outside", with_index({"x": "../../x.safetensors"}), "got '../../x.safetensors'"),
@@ -251,6 +418,38 @@ MISTAKES = [
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
 def test_mistakes(mistake, folder, adapter):
     mistake.check(folder, adapter)
+
+
+def test_tensors_that_transformers_ignores_are_pushed(folder, tmp_path):
+    """Buffers of old checkpoints, and a tied head that is saved twice."""
+    config = LlamaConfig(**TINY, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    tensors = load_file(tmp_path / "llama" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, tmp_path / "llama" / "model.safetensors", metadata={"format": "pt"})
+    build_bundle(tmp_path / "llama")
+    change(folder / "config.json", quantization_config={"quant_method": "gptq"})
+    tensors = load_file(folder / "model.safetensors") | {NORM: torch.ones(32, dtype=torch.int32)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    build_bundle(folder)
+
+
+def test_a_text_model_may_share_the_tokenizer_of_an_image_model(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens={"image_token": "<image>"})
+    tokenizer.save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).get_vocab()["<image>"] == 61
+    build_bundle(folder)
+
+
+def test_an_old_file_does_not_hide_the_shards(folder):
+    """transformers prefers model.safetensors, which is not pushed if there is an index."""
+    old = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"infinity in lm_head\.weight"):
+        in_a_shard("lm_head.weight", with_one(torch.inf))(folder, None)
+    (folder / "model.safetensors").write_bytes(old)
+    with pytest.raises(ValueError, match=r"infinity in lm_head\.weight"):
+        build_bundle(folder)
 
 
 def test_a_push_needs_a_token(folder, monkeypatch, tmp_path):
