@@ -16,7 +16,7 @@ from sphinx.cmd.build import main as build
 
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = [f"hf_longctx.{name}" for name in ("fox", "hmt", "metrics", "training", "hub", "corpus")]
+MODULES = [f"hf_longctx.{name}" for name in ("fox", "hmt", "windows", "metrics", "training", "hub", "corpus")]
 CONFIG = r"""
 import re
 from sphinx.util import logging

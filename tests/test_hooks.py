@@ -43,6 +43,13 @@ HOOKS = [
     ("cp_size", "accelerate.parallelism_config:ParallelismConfig", "cp_size", "accelerate may not divide rows"),
     ("is_gradient_checkpointing", "peft.peft_model", "is_gradient_checkpointing", "a warning of PEFT is left out"),
     ("_can_set_attn_implementation", MODEL, "self._can_set_attn_implementation()", "the implementation can change"),
+    (
+        "_prepare_cache_for_generation",
+        "transformers.generation:GenerationMixin",
+        "self._prepare_cache_for_generation(\n            generation_config, model_kwargs",
+        "generate creates the cache of head windows",
+    ),
+    ("_attn_implementation", "transformers:PreTrainedConfig", "def _attn_implementation(self)", "windows are guarded"),
     ("get_correct_attn_implementation", MODEL, "self.get_correct_attn_implementation(", "Triton that cannot run"),
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "auto takes what has derivatives"),
     ("_is_exporting_flag", "torch.compiler", "return _is_exporting_flag", "an export is not any compilation"),

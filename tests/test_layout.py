@@ -14,6 +14,7 @@ ALLOWED = {
     "fox": {"fox"},
     "hmt": {"hmt"},
     "vllm": {"vllm", "fox"},
+    "windows": {"windows"},
     "metrics": {"metrics", "tokenization"},
     "lm_eval": {"lm_eval", "corpus", "metrics"},
     "training": {"training", "fox", "hmt", "metrics", "corpus", "tokenization"},

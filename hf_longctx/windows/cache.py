@@ -1,0 +1,219 @@
+"""A cache that stores only the keys inside the windows of each head."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from .groups import Extent, HeadGroup, LayerWindows
+from .masks import CallMask
+from .ragged import OrderedStore, RingStore
+
+
+class NewKeys:
+    """The new keys of a call, (B, Hkv, T, D), and the layer that stores them. A cache returns it as keys."""
+
+    def __init__(self, layer: "WindowLayer", keys: Tensor):
+        self.layer, self.keys = layer, keys
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotImplementedError(
+            "a cache of HeadWindows requires a model to which the windows are applied, and whose attention passes the "
+            "cached keys to transformers' AttentionInterface unchanged. Call windows.apply(model)."
+        )
+
+
+class ReadKeys(NamedTuple):
+    """The keys that the queries of a call may attend to.
+
+    keys, values: (B, h, n, D).
+    slots: slots of the keys, (n,) or (B, n); -1: no token. None: the mask of the model, if any, is sufficient.
+    ordered: whether key i has slot i.
+    new_last: whether the keys of the call come last.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor | None
+    ordered: bool
+    new_last: bool = True
+
+
+class Tokens(NamedTuple):
+    """Tokens that are not stored yet.
+
+    keys, values: (B, h, n, D).
+    indices: index of each token in its sequence, (B, n); -1 for padding.
+    """
+
+    keys: Tensor
+    values: Tensor
+    indices: Tensor
+
+    def first(self, n: int) -> "Tokens":
+        return Tokens(self.keys[:, :, :n], self.values[:, :, :n], self.indices[:, :n])
+
+
+class WindowLayer(DynamicLayer):
+    """One layer of a cache of `HeadWindows`.
+
+    `update` only counts the new tokens. The attention function stores them by `extend`, because its mask tells which
+    tokens are padding. After `activate_past_recording`, new tokens stay in a tail until the next `crop`.
+    """
+
+    def __init__(self, windows: LayerWindows, is_first: bool):
+        super().__init__()
+        self.windows, self.is_first = windows, is_first
+        self.record_past = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_initialized = False
+        self.seen = 0  # slots
+        self.ordered: dict[HeadGroup, OrderedStore] = {}
+        self.rings: dict[HeadGroup, RingStore] = {}
+        self.tails: dict[HeadGroup, Tokens] = {}
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        if self.seen and torch.is_grad_enabled() and key_states.requires_grad:
+            raise NotImplementedError(
+                "a cache of HeadWindows does not propagate gradients to earlier calls. Use torch.no_grad(), or train "
+                "without a cache: use_cache=False."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.seen += key_states.shape[2]
+        return NewKeys(self, key_states), value_states
+
+    def append(self, group: HeadGroup, sliding_window: int | None, keys: Tensor, values: Tensor) -> ReadKeys:
+        """Store the new tokens of heads that keep all keys of the layer's own attention, (B, h, T, D).
+
+        Return the keys that the queries of these tokens may attend to.
+        """
+        store = self.ordered.get(group)
+        if store is None:
+            store = self.ordered[group] = OrderedStore(sliding_window, keys, values)
+        first_call = store.length == 0  # its keys may require gradients
+        read = store.append(keys, values, keep_all=self.record_past)
+        return ReadKeys(*((keys, values) if first_call else read), None, True)
+
+    def append_to_ring(
+        self, group: HeadGroup, extent: Extent, keys: Tensor, values: Tensor, mask: CallMask
+    ) -> ReadKeys:
+        """Store the new tokens of heads with a window, (B, h, T, D). Return the keys that they may attend to."""
+        tokens, before = keys.shape[2], self.seen - keys.shape[2]
+        slots = torch.arange(self.seen, device=keys.device)
+        store = self.rings.get(group)
+        if store is None:
+            store = self.rings[group] = RingStore(extent.sinks, extent.window, keys, values)
+        if not self.record_past and group in self.tails:
+            self._write(store, self.tails.pop(group))
+        new = Tokens(keys, values, self._indices(group, slots[before:], mask))
+        if group in self.tails:
+            new = Tokens(*(torch.cat(pair, dim) for pair, dim in zip(zip(self.tails[group], new), (2, 2, 1))))
+        if before and tokens == 1 and not self.record_past:
+            self._write(store, new)
+            all_visible = mask.mask is None and store.slots is None
+            return ReadKeys(*store.stored(), None if all_visible else store.stored_slots(), False)
+
+        read, read_slots = (new.keys, new.values), slots[store.length :]
+        ordered = store.slots is None and store.length <= store.limit
+        if store.length:
+            old_slots = store.stored_slots()
+            old_keys, old_values = store.stored()
+            read = (torch.cat([old_keys, new.keys], 2), torch.cat([old_values, new.values], 2))
+            read_slots = torch.cat([old_slots, read_slots.expand(*old_slots.shape[:-1], -1)], -1)
+        if self.record_past:
+            self.tails[group] = new
+        else:
+            self._write(store, new)
+        return ReadKeys(*read, read_slots, ordered)
+
+    def _indices(self, group: HeadGroup, slots: Tensor, mask: CallMask) -> Tensor:
+        """Return the index of each new token in its sequence, (B, T); -1 for padding."""
+        store = self.rings[group]
+        if mask.indexed:
+            store.scatter()
+            indices = mask.new_indices(slots)
+        else:
+            indices = slots.expand(store.keys.shape[0], -1)
+        if store.counts is not None and self.is_first:  # one layer is enough, because this waits for a GPU
+            tail = self.tails[group].indices if group in self.tails else indices[:, :0]
+            earlier = store.counts + (tail >= 0).sum(1)
+            real = indices >= 0
+            if (real & (indices != earlier[:, None] + real.cumsum(1) - 1)).any():
+                raise ValueError(
+                    "`attention_mask` must mark the same cached tokens as padding as in earlier calls. Pass a mask of "
+                    "all tokens, (B, cached + new tokens), to each call."
+                )
+        return indices
+
+    @staticmethod
+    def _write(store: RingStore, tokens: Tokens) -> None:
+        if store.slots is None:
+            store.append(tokens.keys, tokens.values)
+        else:
+            store.append_scattered(*tokens)
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def activate_past_recording(self) -> None:
+        """Let `crop` remove all tokens that are added from now on. `crop` then drops keys outside of the windows."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens. The argument is their number, negated.
+
+        Raises:
+            ValueError: keys that would be needed again have been dropped.
+        """
+        removed = -int(tokens_to_remove)
+        if removed < 0:
+            raise ValueError(f"`tokens_to_remove` must be at most 0, got {-removed}. crop(-3) removes three tokens.")
+        if removed > self.seen:
+            raise ValueError(f"`tokens_to_remove` must be at least {-self.seen}, got {-removed}.")
+        lengths = {group: tail.keys.shape[2] for group, tail in self.tails.items()}
+        stores: list = [(store, removed) for store in self.ordered.values()]
+        stores += [(store, max(0, removed - lengths.get(group, 0))) for group, store in self.rings.items()]
+        if not all(store.can_remove_last(tokens) for store, tokens in stores):
+            raise ValueError(
+                f"crop cannot remove {removed} tokens, because keys that are needed again have been dropped. Call "
+                "cache.activate_past_recording() before you add tokens that may be removed."
+            )
+        self.seen -= removed
+        for store, tokens in stores:
+            store.remove_last(tokens)
+        for group, tail in self.tails.items():
+            if stays := max(0, lengths[group] - removed):
+                self._write(self.rings[group], tail.first(stays))
+        self.tails = {}
+
+    def stores(self) -> list[OrderedStore | RingStore]:
+        """Return the stores of all groups."""
+        return [*self.ordered.values(), *self.rings.values()]
+
+    def reset(self) -> None:
+        self._clear()
+
+    def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        for store in self.stores():
+            store.map_rows(function)
+        self.tails = {group: Tokens(*map(function, tail)) for group, tail in self.tails.items()}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_rows(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda x: x.repeat_interleave(repeats, 0))

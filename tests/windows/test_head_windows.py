@@ -1,0 +1,182 @@
+"""`HeadWindows`: its file, how it is applied and removed, and what it does not support."""
+
+import copy
+import json
+
+import pytest
+import torch
+from tiny_windows import SIZES, WINDOWS, difference, make, tokens, windowed
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    JambaConfig,
+    JambaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_longctx.windows import HeadWindows, attention_layers, group_heads, kept_keys
+
+
+def test_the_share_counts_what_heads_keep():
+    windows = HeadWindows([[-1, 100], [10, 1000]], sinks=4)
+    assert windows.share(500) == (500 + 104 + 14 + 500) / 2000
+    assert kept_keys(100, 4, 104) == kept_keys(100, 4, 105) == 104
+    assert [group.heads for group in group_heads([8, -1, 8])] == [(1,), (0, 2)]
+
+
+def test_windows_are_saved_and_loaded(tmp_path):
+    windows = HeadWindows(torch.tensor(WINDOWS), sinks=2)
+    windows.save_pretrained(tmp_path / "folder")
+    for path in (tmp_path / "folder", str(tmp_path / "folder"), tmp_path / "folder" / "head_windows.json"):
+        assert HeadWindows.from_pretrained(path) == windows == HeadWindows(WINDOWS, 2)
+    assert json.loads((tmp_path / "folder" / "head_windows.json").read_text()) == {"windows": WINDOWS, "sinks": 2}
+    assert HeadWindows(WINDOWS) != windows
+
+
+def test_windows_are_saved_next_to_a_model_and_not_applied_when_it_is_loaded(tmp_path):
+    model, windows = windowed()
+    ids = tokens()
+    model.save_pretrained(tmp_path)
+    windows.save_pretrained(tmp_path)
+    assert "head_windows" not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, make()(ids).logits)
+        HeadWindows.from_pretrained(tmp_path).apply(loaded)
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_windows_are_replaced_and_removed():
+    model, windows = windowed()
+    ids, plain = tokens(), make()
+    with torch.no_grad():
+        wanted, first = plain(ids).logits, model(ids).logits
+        other = HeadWindows([[4] * 4] * 3)
+        other.apply(model)
+        assert difference(model(ids).logits, first) > 0.1
+        with pytest.raises(ValueError, match="cache of other windows"):
+            model(ids, cache=windows.cache())
+        windows.apply(model)
+        assert torch.equal(model(ids).logits, first)
+        windows.remove(model)
+        assert torch.equal(model(ids).logits, wanted)
+        assert torch.equal(model.generate(ids, max_new_tokens=5), plain.generate(ids, max_new_tokens=5))
+        assert vars(model).keys() == vars(plain).keys()
+        with pytest.raises(ValueError, match="must have windows"):
+            windows.remove(model)
+
+
+def test_a_copied_model_keeps_its_windows():
+    model, windows = windowed()
+    ids, twin = tokens(1), copy.deepcopy(model)
+    windows.remove(model)
+    with torch.no_grad():
+        assert torch.equal(twin(ids).logits, windowed()[0](ids).logits)
+        cache = twin.generate(ids, max_new_tokens=3, return_dict_in_generate=True).cache
+    assert type(cache.layers[0]).__name__ == "WindowLayer"
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_another_attention_implementation_is_not_used_silently(name):
+    model, windows = windowed()
+    model.set_attn_implementation(name)
+    with pytest.raises(ValueError, match=f'must be "head_windows" while windows are applied, got "{name}"'):
+        model(tokens())
+    windows.apply(model)
+    with torch.no_grad():
+        assert torch.equal(model(tokens()).logits, windowed()[0](tokens()).logits)
+
+
+BAD_WINDOWS = {
+    "no layers": ([], "list of layers"),
+    "no heads": ([[]], "list of layers"),
+    "a flat list": ([1, 2], "list of layers"),
+    "a string": (["ab"], "list of layers"),
+    "rows of unequal length": ([[1, 2], [1]], "list of layers"),
+    "zero": ([[4, 0]], "at least 1, or -1 for all keys, got 0 in layer 0"),
+    "below -1": ([[4, 4], [4, -2]], "got -2 in layer 1"),
+    "a float": ([[4, 2.0]], "got 2.0"),
+    "a bool": ([[4, True]], "got True"),
+    "a float tensor": (torch.ones(2, 2), "got 1.0"),
+    "None": (None, "list of layers"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_WINDOWS)
+def test_bad_windows(name):
+    windows, message = BAD_WINDOWS[name]
+    with pytest.raises(ValueError, match=message):
+        HeadWindows(windows)
+
+
+@pytest.mark.parametrize("sinks", [-1, 1.5, True, None, "4"])
+def test_bad_sinks(sinks):
+    with pytest.raises(ValueError, match="`sinks` must be an integer of at least 0"):
+        HeadWindows([[4]], sinks)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"windows": [[1]]}', '{"windows": [[0]], "sinks": 4}', '{"windows": 3, "sinks": 4}', "{"]
+)
+def test_a_bad_file(text, tmp_path):
+    (tmp_path / "head_windows.json").write_text(text)
+    with pytest.raises(ValueError, match=r'head_windows\.json must contain \{"windows"'):
+        HeadWindows.from_pretrained(tmp_path)
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(OSError, match=r"head_windows\.json"):
+        HeadWindows.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("windows", [[[4] * 4] * 2, [[4] * 8] * 3, [[4] * 4] * 4])
+def test_windows_of_another_model(windows):
+    with pytest.raises(ValueError, match=r"must have 3 layers of 4 key heads, got \d layers of \d"):
+        HeadWindows(windows).apply(make())
+
+
+TINY = {name: x for name, x in SIZES.items() if name != "initializer_range"}
+UNSUPPORTED = {
+    "MLA": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**TINY, n_routed_experts=4, n_group=1, topk_group=1)),
+    "linear attention": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**{**TINY, "num_hidden_layers": 4})),
+    "no attention": lambda: MambaForCausalLM(MambaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1)),
+    "hybrid layers": lambda: JambaForCausalLM(JambaConfig(**TINY, attn_layer_period=2, attn_layer_offset=1)),
+    "shared keys": lambda: Gemma3nForCausalLM(
+        Gemma3nTextConfig(**{**TINY, "intermediate_size": [48] * 3}, num_kv_shared_layers=1)
+    ),
+    "capped logits": lambda: Gemma2ForCausalLM(Gemma2Config(**TINY)),
+    "no key heads": lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2)),
+    "own attention": lambda: BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=2)),
+    "an encoder": lambda: T5ForConditionalGeneration(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2)),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_models(name):
+    model = UNSUPPORTED[name]()
+    with pytest.raises(NotImplementedError, match="`model` must be a decoder whose layers all have softmax attention"):
+        HeadWindows([[4] * 4] * 3).apply(model)
+
+
+def test_not_a_model():
+    with pytest.raises(ValueError, match="`model` must be a transformers model, got str"):
+        attention_layers("gpt2")
+
+
+def test_a_cache_without_windows_applied():
+    with pytest.raises(NotImplementedError, match=r"Call windows\.apply\(model\)"):
+        make()(tokens(), cache=HeadWindows(WINDOWS).cache())

@@ -1,0 +1,191 @@
+"""A cache of `HeadWindows` in all that transformers does with a cache."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tiny_windows import difference, in_chunks, make, padding_mask, tokens, windowed
+from transformers import DynamicCache
+
+
+ROUNDING = 1e-11
+LEFT = padding_mask("left", length=40)
+GENERATION = {
+    "greedy": {},
+    "greedy, left padding": {"attention_mask": LEFT},
+    "beams": {"num_beams": 3},
+    "beams, left padding": {"num_beams": 3, "attention_mask": LEFT},
+    "several sequences": {"num_return_sequences": 2, "do_sample": True},
+    "chunked prefill": {"prefill_chunk_size": 7},
+    "contrast of prompts": {"guidance_scale": 1.5},
+}
+
+
+def generate(model, ids, **kwargs):
+    torch.manual_seed(0)
+    return model.generate(ids, **{"do_sample": False, "max_new_tokens": 30, "pad_token_id": 0, **kwargs})
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", GENERATION)
+def test_generation_with_a_cache_equals_generation_without(kind, family):
+    model, windows = windowed(family)
+    ids, options = tokens(length=40), GENERATION[kind]
+    without = {k: v for k, v in options.items() if k != "prefill_chunk_size"}
+    wanted = generate(model, ids, use_cache=False, **without)
+    assert torch.equal(generate(model, ids, **options), wanted)
+    assert kind == "chunked prefill" or torch.equal(generate(model, ids, cache=windows.cache(), **options), wanted)
+    assert not torch.equal(generate(make(family), ids, **without), wanted)
+
+
+def nbytes(cache):
+    layers = [
+        [layer.keys, layer.values]
+        if type(layer).__module__.startswith("transformers")
+        else [x for store in layer.stores() for x in (store.keys, store.values)]
+        for layer in cache.layers
+    ]
+    return sum(x.nbytes for layer in layers for x in layer)
+
+
+def test_generate_creates_the_cache():
+    model, windows = windowed()
+    ids = tokens(1, 300)
+    created = generate(model, ids, return_dict_in_generate=True).cache
+    full = generate(make(), ids, return_dict_in_generate=True).cache
+    assert isinstance(full, DynamicCache) and not isinstance(created, DynamicCache)
+    assert created.get_seq_length() == full.get_seq_length() == 329
+    share = windows.share(329)
+    assert share * nbytes(full) <= nbytes(created) < (share + 0.1) * nbytes(full)
+
+
+@pytest.mark.parametrize("padding", ["no mask", "left and middle"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_rows_are_reordered_selected_and_repeated(family, padding):
+    model, windows = windowed(family)
+    ids, mask = tokens(), padding_mask(padding)
+    for name, argument, rows in (
+        ("reorder_cache", torch.tensor([1, 0]), [1, 0]),
+        ("batch_select_indices", torch.tensor([1]), [1]),
+        ("batch_select_indices", torch.tensor([True, False]), [0]),
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1]),
+    ):
+        cache = windows.cache()
+        in_chunks(model, ids[:, :50], None if mask is None else mask[:, :50], cache, [49, 1])
+        getattr(cache, name)(argument)
+        with torch.no_grad():
+            part = None if mask is None else mask[rows]
+            wanted = model(ids[rows], attention_mask=part, use_cache=False).logits[:, 50:]
+            read = model(ids[rows, 50:], attention_mask=part, cache=cache).logits
+        assert difference(read, wanted, None if part is None else part[:, 50:]) < ROUNDING
+
+
+@pytest.mark.parametrize("padding", ["no mask", "left and middle"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("removed", [1, 5, 12])
+def test_crop_after_recording_the_past(removed, family, padding):
+    """Chunks and steps are added, and removed in part; then the cache continues as if they had never been added."""
+    model, windows = windowed(family)
+    ids, mask = tokens(), padding_mask(padding)
+    part = lambda end: None if mask is None else mask[:, :end]  # noqa: E731
+    cache = windows.cache()
+    in_chunks(model, ids[:, :30], part(30), cache, [29, 1])
+    cache.activate_past_recording()
+    other = tokens(seed=2)
+    with torch.no_grad():
+        full = model(ids, attention_mask=mask, use_cache=False).logits
+        for begin, end in ((30, 38), (38, 39), (39, 42)):
+            mixed = torch.cat([ids[:, : 42 - removed], other[:, 42 - removed : 42]], 1)
+            model(mixed[:, begin:end], attention_mask=part(end), cache=cache)
+        cache.crop(-removed)
+        assert cache.get_seq_length() == 42 - removed
+        for begin, end in ((42 - removed, 50), (50, 51), (51, 70)):
+            read = model(ids[:, begin:end], attention_mask=part(end), cache=cache).logits
+            assert difference(read, full[:, begin:end], None if mask is None else mask[:, begin:end]) < ROUNDING
+
+
+@pytest.mark.parametrize("padding", ["no mask", "left"])
+def test_crop_as_far_as_keys_remain(padding):
+    """One token at any time; any number, while nothing has been dropped."""
+    model, windows = windowed(windows=[[-1, 16, 30, 30]] * 3)
+    ids, mask = tokens(), padding_mask(padding)
+    part = lambda end: None if mask is None else mask[:, :end]  # noqa: E731
+    with torch.no_grad():
+        full = model(ids, attention_mask=mask, use_cache=False).logits
+        for length, removed in ((18, 10), (18, 18), (60, 1)):
+            for then in ((1, 1), (5,)):
+                cache = windows.cache()
+                model(ids[:, :length], attention_mask=part(length), cache=cache)
+                cache.crop(-removed)
+                begin = length - removed
+                for size in then:
+                    end = begin + size
+                    read = model(ids[:, begin:end], attention_mask=part(end), cache=cache).logits
+                    assert (
+                        difference(read, full[:, begin:end], None if mask is None else mask[:, begin:end]) < ROUNDING
+                    )
+                    begin = end
+        with pytest.raises(ValueError, match="activate_past_recording"):
+            cache.crop(-20)
+        assert cache.get_seq_length() == 64
+
+
+@pytest.mark.parametrize("padding", ["no mask", "left"])
+def test_reset_allows_another_batch_size(padding):
+    model, windows = windowed()
+    ids, mask = tokens(), padding_mask(padding)
+    cache = windows.cache()
+    in_chunks(model, ids, mask, cache, [60, 10])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    wanted = in_chunks(model, tokens(3, seed=4), None, windows.cache(), [20, 1, 49])
+    assert torch.equal(in_chunks(model, tokens(3, seed=4), None, cache, [20, 1, 49]), wanted)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("padding", ["no mask", "left"])
+def test_a_copied_cache_shares_no_memory(padding, copied):
+    model, windows = windowed()
+    ids, mask = tokens(), padding_mask(padding)
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask, use_cache=False).logits[:, 50:]
+        cache = windows.cache()
+        in_chunks(model, ids[:, :50], None if mask is None else mask[:, :50], cache, [49, 1])
+        copy_ = copied(cache)
+        for x in (cache, copy_):  # the second one must not see what the first one has appended
+            read = model(ids[:, 50:], attention_mask=mask, cache=x).logits
+            assert difference(read, wanted, None if mask is None else mask[:, 50:]) < ROUNDING
+
+
+def test_a_cache_filled_in_inference_mode_can_be_used_outside():
+    model, windows = windowed()
+    ids, cache = tokens(), windows.cache()
+    with torch.inference_mode():
+        model(ids[:, :50], cache=cache)
+    with torch.no_grad():
+        read = in_chunks(model, ids[:, 50:], None, cache, [1, 19])
+        assert difference(read, model(ids, use_cache=False).logits[:, 50:]) < ROUNDING
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["prompt lookup", "assistant without windows", "assistant with windows"])
+def test_assisted_decoding_equals_greedy_decoding(kind, family):
+    model, windows = windowed(family)
+    ids = tokens(1, 20).repeat(1, 3)
+    assistant = make(family)
+    assistant.load_state_dict({name: x + 0.02 * torch.randn_like(x) for name, x in model.state_dict().items()})
+    if kind == "assistant with windows":
+        windows.apply(assistant)
+    options = {"prompt_lookup_num_tokens": 6} if kind == "prompt lookup" else {"assistant_model": assistant}
+    wanted = generate(model, ids, use_cache=False)
+    assert torch.equal(generate(model, ids, **options), wanted)
+    assert torch.equal(generate(model, ids, cache=windows.cache(), **options), wanted)
+
+
+def test_a_cache_continues_a_conversation():
+    model, windows = windowed()
+    ids, cache = tokens(2, 90), windows.cache()
+    first = generate(model, ids[:, :30], cache=cache)
+    prompt = torch.cat([first, ids[:, 60:]], 1)
+    assert torch.equal(generate(model, prompt, cache=cache), generate(model, prompt, use_cache=False))
