@@ -2,7 +2,8 @@
 
 `task_command` generates a task's command, such as `curve`, from the task's class. Every other command has a module
 with `add_arguments(parser)` and `run(args)`. The module's docstring is the command's help text. The commands in
-`TRAINING` use `TrainingArguments` and its parser. Slow imports happen inside `run`.
+`TRAINING` use `TrainingArguments` and its parser. Slow imports happen inside `run`. All options are accepted with
+hyphens and with underscores; see `spelling`.
 
 Exit codes: 0 for success; 2 for a usage error (an unknown option, a missing file, incompatible settings); 1 if a valid
 call failed (disk full, out of memory, no network, NaN in training); 128 + N if signal N stopped the command. For
@@ -12,7 +13,6 @@ example, Ctrl-C gives 130, SIGTERM gives 143, and a closed output pipe gives 141
 import argparse
 import importlib
 import os
-import re
 import sys
 from collections.abc import Collection
 from typing import Any
@@ -21,6 +21,7 @@ from .. import __version__
 from ..metrics import tasks  # noqa: F401 - importing the tasks registers them
 from ..metrics.task import Task
 from . import shared, train
+from .spelling import respell, suggestion
 from .task_command import TaskCommand
 
 
@@ -55,6 +56,13 @@ def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParse
     return top
 
 
+def option_names(top: argparse.ArgumentParser, command: str) -> list[str]:
+    """Return the options of a command, such as "--output"."""
+    (commands,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    chosen = commands.choices.get(command, top)
+    return [option for option in chosen._option_string_actions if option.startswith("--")]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command, and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
@@ -62,10 +70,11 @@ def main(argv: list[str] | None = None) -> int:
         if words and words[0] in TRAINING:
             train.run(TRAINING[words[0]], words[1:], COMMANDS[words[0]].__doc__)
         else:
-            # Our options also accept underscores, as in transformers. Options of lm-eval are passed unchanged.
-            if words[:1] != ["lm-eval"]:
-                words = [re.sub("^--[a-z0-9_]+", lambda name: name[0].replace("_", "-"), word) for word in words]
-            args = parser(words).parse_args(words)
+            top = parser(words)
+            options = option_names(top, words[0] if words else "")
+            args, unknown = top.parse_known_args(respell(words, options))
+            if unknown:
+                top.error(f"unrecognized arguments: {' '.join(unknown)}.{suggestion(unknown, options)}")
             args.run(args)
         print(end="", flush=True)
     except BrokenPipeError:  # the reader of our output, such as `head`, has exited

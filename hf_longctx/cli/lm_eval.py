@@ -12,6 +12,7 @@ Examples:
 """
 
 import argparse
+import re
 import sys
 
 
@@ -32,7 +33,8 @@ def run(args: argparse.Namespace) -> None:
         raise ImportError("lm-eval is missing: pip install 'hf-longctx[lm-eval]'") from error
     from ..lm_eval import model  # noqa: F401 - importing the model registers its type
 
-    words = [*args.words]
+    # lm-eval spells its options with underscores
+    words = [re.sub("^--[a-z0-9-]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in args.words]
     if words[:1] == ["run"] and not {"-h", "--help", "--include_path"} & set(words):
         words += ["--include_path", str(tasks_folder())]
     before, sys.argv = sys.argv, ["lm_eval", *words]

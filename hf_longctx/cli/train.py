@@ -24,11 +24,18 @@ def run(kind: str, words: list[str], description: str | None) -> None:
         raise ImportError(f"Training needs more packages ({error}): pip install 'hf-longctx[training]'") from None
     from transformers.utils.logging import disable_progress_bar
 
+    from .spelling import respell, suggestion
+
     disable_progress_bar()  # otherwise saving a checkpoint shows a progress bar
     names = {
         "prog": f"hf-longctx {getattr(config, kind).command}",
         "usage": "%(prog)s --data DATA --output_dir RUN [options]",
     }
+    known = config.make_parser(getattr(config, kind))._option_string_actions
+    words = respell(words, known)
+    for word in words:
+        if word.startswith("--") and word.partition("=")[0] not in known:
+            raise ValueError(f"unrecognized arguments: {word}.{suggestion([word], known)}")
     settings = config.parse(getattr(config, kind), words, description=description, epilog=config.ALL_OPTIONS, **names)
     try:
         number = train(settings)

@@ -4,6 +4,8 @@ import io
 import json
 import re
 import shlex
+import sys
+import types
 
 import pytest
 import torch
@@ -27,13 +29,50 @@ def test_rope_tells_the_verdict(tmp_path, capsys):
     assert "wrote" in capsys.readouterr().err
 
 
-def test_underscores_are_dashes_but_in_the_words_of_lm_eval(monkeypatch):
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_options_have_hyphens_or_underscores(command):
+    if command in cli.TRAINING:
+        options = make_parser({"train": PretrainConfig, "finetune": FinetuneConfig}[command])._option_string_actions
+        options = [option for option in options if option.startswith("--")]
+    else:
+        options = cli.option_names(cli.parser([command]), command)
+    hyphens, underscores = (
+        ["--" + option[2:].replace(old, new) for option in options] for old, new in (("_", "-"), ("-", "_"))
+    )
+    for spelled in (hyphens, underscores):
+        assert set(cli.respell(spelled, options)) <= {*options}
+    assert cli.respell(["--a_b", "--", underscores[0]], options) == ["--a_b", "--", underscores[0]]
+
+
+def test_both_spellings_reach_the_command(monkeypatch):
     seen = []
-    for command in (cli.lm_eval, cli.read):
-        monkeypatch.setattr(command, "run", seen.append)
-    cli.main(["lm-eval", "run", "--model_args", "a_b=c"])
-    cli.main(["read", "MODEL", "TEXT", "Once", "--max_new_tokens", "3"])
-    assert seen[0].words == ["run", "--model_args", "a_b=c"] and seen[1].max_new_tokens == 3
+    monkeypatch.setattr(cli.read, "run", seen.append)
+    for spelled in ("--max_new_tokens", "--max-new-tokens", "--max_new-tok"):
+        cli.main(["read", "MODEL", "TEXT", "Once", spelled, "3"])
+    monkeypatch.setattr("hf_longctx.training.run.train", seen.append)
+    for spelled in (
+        "--max_length=64",
+        "--max-length=64",
+        "--max-length=64 --no_packing",
+        "--max_length=64 --no-packing",
+    ):
+        line = f"train --data x --tokenizer t --output-dir run --report_to none {spelled}"
+        cli.main(line.split())
+    assert [args.max_new_tokens for args in seen[:3]] == [3] * 3 and [s.max_length for s in seen[3:]] == [64] * 4
+    assert [s.packing for s in seen[3:]] == [True, True, False, False]
+
+
+def test_lm_eval_gets_underscores(monkeypatch, capsys):
+    seen = []
+    program = types.ModuleType("lm_eval.__main__")
+    program.cli_evaluate = lambda: seen.append(sys.argv)
+    for name, module in {"lm_eval": types.ModuleType("lm_eval"), "lm_eval.__main__": program}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "hf_longctx.lm_eval.model", types.ModuleType("model"))
+    for spelled in ("--model_args", "--model-args"):
+        assert cli.main(["lm-eval", "run", spelled, "a-b=c", "--include-path", "x-y"]) == 0
+    assert seen == [["lm_eval", "run", "--model_args", "a-b=c", "--include_path", "x-y"]] * 2
+    assert cli.main(["lm-eval", "--tasks_folder"]) == 0 and "lm_eval" in capsys.readouterr().out
 
 
 def test_text_that_is_not_utf_8(folder, capsys, monkeypatch):

@@ -23,6 +23,9 @@ PARSER = [
     ("", "required: COMMAND"),
     ("read", "required: MODEL, TEXT"),
     ("lines {fox} --lines few", "'few'; give numbers"),
+    ("curve {fox} --max_lenght 3", "unrecognized arguments: --max_lenght 3. Did you mean --max-length.$"),
+    ("train --max-lenght 3 --data x", "unrecognized arguments: --max-lenght. Did you mean --max-length.$"),
+    ("needle {fox} --bogus", "unrecognized arguments: --bogus.$"),
 ]
 
 # -- options, before the model is loaded
