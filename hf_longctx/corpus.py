@@ -31,6 +31,16 @@ CONVERSATIONS = (("messages",), ("prompt", "completion"))
 CHAT_OPTIONS = ("tools", "chat_template_kwargs", "weight", "loss_mask", "completion_mask", "assistant_masks")
 SUFFIXES = (*PLAIN, *TABLES)  # by priority: in a folder, we read only the files with the first suffix found
 HUB_TIMEOUT_S = 3.0
+# The first bytes of compressed files, as regular expressions
+COMPRESSIONS = {
+    "gzip": rb"\x1f\x8b",
+    "xz": rb"\xfd7zXZ\x00",
+    "bzip2": rb"BZh\d1AY&",
+    "zstd": rb"\x28\xb5\x2f\xfd",
+    "lz4": rb"\x04\x22\x4d\x18",
+    "zip": rb"PK\x03\x04",
+    "7-Zip": rb"7z\xbc\xaf\x27\x1c",
+}
 
 
 class Corpus(NamedTuple):
@@ -176,14 +186,17 @@ def _files(folder):
 def _read(path, source, part, column, conversations):
     """Yield the documents of a file or a dataset: the rows of a table, or the whole text."""
     suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    if path.is_file():
+        _check_compression(path)
     if path.is_file() and suffix not in TABLES:
         try:
-            content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            content = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
             text = content.decode("utf-8-sig")
-        except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} is an incomplete or damaged gzip file ({error}). Fetch it again.") from error
+        except UnicodeDecodeError as error:
             raise ValueError(
-                f"{path} cannot be read as UTF-8 text: {error}. Convert other encodings, for example with iconv. If "
-                "it is a .gz file, check that it is complete."
+                f"{path} cannot be read as UTF-8 text: {error}. Convert other encodings, for example with iconv."
             ) from error
         if "\0" in text:
             raise ValueError(f"{path} is a binary file (it contains NUL bytes); give a text file.")
@@ -203,7 +216,7 @@ def _read(path, source, part, column, conversations):
         columns = rows.column_names or list(next(iter(rows), {}))  # a streamed dataset may lack column names
     except Exception as error:  # many types: `datasets` is offline, or the dataset is unknown, gated or damaged
         if path.is_file():
-            raise ValueError(f"{path} cannot be read as {TABLES[suffix]}: {error}") from error
+            raise _unreadable(path, suffix, error) from error
         raise FileNotFoundError(
             f"{source} is neither a file nor a folder, and load_dataset failed: {error}"
         ) from error
@@ -213,6 +226,7 @@ def _read(path, source, part, column, conversations):
             written = _json_rows(path)
         else:
             written = (_without_added_nulls(row, rows.features) for row in rows)
+        written = _rows(written, path, suffix) if path.is_file() else written
         yield from ({name: row.get(name) for name in (*found, *CHAT_OPTIONS)} for row in written)
         return
     column = column or "text"
@@ -222,7 +236,7 @@ def _read(path, source, part, column, conversations):
             "and finetune also accept --text_column. They also accept conversations: a column "
             '"messages" with lists of {"role", "content"}, or the columns "prompt" and "completion".'
         )
-    for row in rows:
+    for row in _rows(rows, path, suffix) if path.is_file() else rows:
         if not isinstance(row[column], str | None):
             raise ValueError(
                 f'The column "{column}" of {path} must contain strings, got {type(row[column]).__name__}.'
@@ -251,7 +265,7 @@ def _json_rows(path):
                 try:
                     yield json.loads(line)
                 except json.JSONDecodeError as error:
-                    raise ValueError(f"{path} cannot be read as json: line {number}: {error}") from error
+                    raise ValueError(f"line {number}: {error}") from error
 
 
 def _without_added_nulls(value, feature):
@@ -272,6 +286,33 @@ def _without_added_nulls(value, feature):
         kind = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
         return [_without_added_nulls(entry, kind) for entry in value]
     return value
+
+
+def _rows(rows, path, suffix):
+    """Yield the rows of a file. Any row may raise an error, because a file is read in parts."""
+    try:
+        yield from rows
+    except Exception as error:  # of `datasets`, pyarrow, gzip or zlib
+        raise _unreadable(path, suffix, error) from error
+
+
+def _unreadable(path, suffix, error):
+    return ValueError(f"{path} cannot be read as {TABLES[suffix]}: {error}")
+
+
+def _check_compression(path):
+    """Raise ValueError if a file is compressed, unless it is a gzip file with the suffix .gz."""
+    with path.open("rb") as file:
+        begin = file.read(8)
+    found = next((name for name, magic in COMPRESSIONS.items() if re.match(magic, begin)), None)
+    if path.suffix.lower() == ".gz":
+        if found != "gzip":
+            what = f"compressed with {found}" if found else "not compressed with gzip"
+            raise ValueError(f"{path} is {what}, although its name ends in .gz. Rename the file.")
+    elif found == "gzip":
+        raise ValueError(f"{path} is compressed with gzip, but its name does not end in .gz. Rename the file.")
+    elif found is not None:
+        raise ValueError(f"{path} is compressed with {found}. Decompress it first; only gzip (.gz) is supported.")
 
 
 def stdlib_text(part: str) -> str:

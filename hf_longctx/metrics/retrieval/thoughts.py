@@ -81,8 +81,8 @@ def after_thought(response: str) -> str | None:
 
 def name_of(marker: re.Match[str]) -> tuple[str, str]:
     """Return "o" for an opening marker or "c" for a closing marker, and the name of its format."""
-    name = marker.lastgroup or ""
-    return name[0], name[1:]
+    name = str(marker.lastgroup)
+    return name[:1], name[1:]
 
 
 def is_quoted(before: str, after: str, code: bool) -> bool:
