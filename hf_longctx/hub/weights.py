@@ -156,16 +156,17 @@ def check_adapter(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) 
         raise ValueError(f"PEFT cannot load adapter_config.json in {folder} ({error}).") from error
     ranks = {lora.r, *lora.rank_pattern.values()}
     for name, tensor in matrices.items():
-        module = name.partition(".lora_")[0].removeprefix("base_model.model.")
+        path, _, matrix = name.partition(".lora_")
+        module = path.removeprefix("base_model.model.")
         is_target = not lora.target_modules or check_target_module_exists(lora, module)
         if not is_target and not lora.target_parameters:
             raise ValueError(
                 f"target_modules in {folder}/adapter_config.json must match the modules of the weights, got "
                 f"{lora.target_modules} for {module}. PEFT would ignore these weights. Save the adapter again."
             )
-        other = name.replace("_A", "_B") if "_A" in name else name.replace("_B", "_A")
-        if other not in tensors or ("_A" in name and tensor.ndim > 1 and tensor.shape[0] not in ranks):
+        other = f"{path}.lora_{matrix.translate(str.maketrans('AB', 'BA'))}"
+        if tensor.ndim > 1 and (other not in tensors or ("A" in matrix and tensor.shape[0] not in ranks)):
             raise ValueError(
                 f"{folder} must contain pairs of LoRA matrices with a rank in {sorted(ranks)}, got {name} "
-                f"{tuple(tensor.shape)} {'alone' if other not in tensors else ''}. Save the adapter again."
+                f"{tuple(tensor.shape)}{'' if other in tensors else ' alone'}. Save the adapter again."
             )

@@ -420,6 +420,24 @@ def test_mistakes(mistake, folder, adapter):
     mistake.check(folder, adapter)
 
 
+ADAPTERS = {
+    "with biases": dict(target_modules=["q_proj"], lora_bias=True, bias="lora_only"),
+    "all layers": dict(target_modules="all-linear", use_dora=True, rank_pattern={"k_proj": 3}),
+    "embeddings": dict(target_modules=["embed_tokens"], modules_to_save=["lm_head"]),
+    "a pattern": dict(target_modules=r".*self_attn\.(q|k)_proj"),
+    "parameters": dict(target_modules=[], target_parameters=["mlp.up_proj.weight"]),
+}
+
+
+@pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters_of_peft_are_pushed(options, fox, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = FoxForCausalLM.from_pretrained(fox)
+    peft.get_peft_model(model, peft.LoraConfig(**options)).save_pretrained(tmp_path)
+    change(tmp_path / "adapter_config.json", base_model_name_or_path="alice/fox")
+    build_bundle(tmp_path)
+
+
 def test_tensors_that_transformers_ignores_are_pushed(folder, tmp_path):
     """Buffers of old checkpoints, and a tied head that is saved twice."""
     config = LlamaConfig(**TINY, tie_word_embeddings=True)
