@@ -15,7 +15,7 @@ from .bundle import Bundle, with_contents
 
 
 REQUIREMENTS = Path(__file__).with_name("space_requirements.txt")
-METRICS = Path(module_path("forgetting_curve")).parents[1]
+PACKAGE = Path(module_path("forgetting_curve")).parents[2]
 RELATIVE = re.compile(r"^( *)from (\.+)([\w.]*) import ", re.MULTILINE)
 OF_PACKAGE = re.compile(r"^from hf_longctx\.metrics import evaluate_modules.*$", re.MULTILINE)
 DEFINITION = re.compile(r"^(?:def|class) (\w+)", re.MULTILINE)
@@ -28,19 +28,21 @@ def build_space(name: str) -> Bundle:
         ValueError: the metric does not exist.
     """
     folder = Path(module_path(name))
-    sources = scoring_modules(["evaluate_modules", *(["rope.bound"] if name == "rope_base_check" else [])])
+    sources = scoring_modules(
+        ["metrics.evaluate_modules", *(["metrics.rope.bound"] if name == "rope_base_check" else [])]
+    )
     files: dict[str, Path | bytes] = {path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py")}
     files["requirements.txt"] = REQUIREMENTS
     files |= {f"{flat(module)}.py": flattened(module, sources).encode() for module in sources}
     imports = [f"from .{flat(module)} import {DEFINITION.findall(source)[0]}" for module, source in sources.items()]
-    imports.append(f"from . import {flat('evaluate_modules')} as evaluate_modules")
+    imports.append(f"from . import {flat('metrics.evaluate_modules')} as evaluate_modules")
     script = OF_PACKAGE.sub("\n".join(imports), (folder / f"{name}.py").read_text())
     files[f"{name}.py"] = script.encode()
     return with_contents(Bundle(files))
 
 
 def absolute(module, dots, name):
-    """Resolve a relative import, such as `from ..name import x`, to a module name relative to hf_longctx.metrics."""
+    """Resolve a relative import, such as `from ..name import x`, to a module name relative to hf_longctx."""
     return ".".join([*module.split(".")[: -len(dots)], *filter(None, [name])])
 
 
@@ -50,7 +52,7 @@ def scoring_modules(roots):
     while stack:
         module = stack.pop()
         if module not in sources:
-            sources[module] = METRICS.joinpath(*module.split(".")).with_suffix(".py").read_text()
+            sources[module] = PACKAGE.joinpath(*module.split(".")).with_suffix(".py").read_text()
             imports = RELATIVE.findall(sources[module])
             stack += [absolute(module, dots, name) for indent, dots, name in imports if not indent]
     return dict(sorted(sources.items()))
@@ -58,7 +60,7 @@ def scoring_modules(roots):
 
 def flat(module):
     """Return a module's name in the Space. Its prefix avoids a conflict with evaluate's package `evaluate_modules`."""
-    return f"longctx_{module.replace('.', '_')}"
+    return f"longctx_{module.removeprefix('metrics.').replace('.', '_')}"
 
 
 def flattened(module, sources):
@@ -66,7 +68,7 @@ def flattened(module, sources):
 
     def replace(match):
         target = absolute(module, match[2], match[3])
-        place = f".{flat(target)}" if target in sources else f"hf_longctx.metrics{'.' * bool(target)}{target}"
+        place = f".{flat(target)}" if target in sources else f"hf_longctx{'.' * bool(target)}{target}"
         return f"{match[1]}from {place} import "
 
     return RELATIVE.sub(replace, sources[module])
