@@ -11,8 +11,11 @@ from typing import Any
 
 
 NOT_IDS = {"version", "truncation", "padding", "decoder"}  # parts of a fast tokenizer that do not change ids
-# Settings of a slow tokenizer that do not change ids
-NOT_SETTINGS = {"clean_up_tokenization_spaces", "is_local", "local_files_only", "model_max_length"}
+# Attributes of a slow tokenizer that do not change ids
+NOT_OPTIONS = {
+    "backend", "chat_template", "clean_up_tokenization_spaces", "init_kwargs", "model_max_length", "name_or_path",
+    "padding_side", "truncation_side", "verbose",
+}  # fmt: skip
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -47,17 +50,32 @@ def tokenizer_hash(tokenizer: Any) -> str | None:
         content = json.loads(backend.to_str())
         content = {name: part for name, part in content.items() if name not in NOT_IDS}
     elif hasattr(tokenizer, "save_vocabulary"):
-        settings = tokenizer.init_kwargs.items()
         content = {
             "class": type(tokenizer).__name__,
             "vocabulary": tokenizer.get_vocab(),
             "added_tokens": {str(id): repr(token) for id, token in tokenizer.added_tokens_decoder.items()},
-            "settings": {name: x for name, x in settings if isinstance(x, int) and name not in NOT_SETTINGS},
+            "options": options_of(tokenizer),
             "files": saved_files(tokenizer),
         }
     else:
         return None
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def options_of(value: Any, depth: int = 3) -> dict[str, Any]:
+    """Return the options in a slow tokenizer's attributes, such as `do_lower_case`, and in those of its parts.
+
+    The attributes are the same after saving and loading. The arguments in `init_kwargs` are not.
+    """
+    options = {}
+    for name, entry in getattr(value, "__dict__", {}).items():
+        if name.startswith("_") or name.endswith("_file") or name in NOT_OPTIONS:
+            continue
+        if isinstance(entry, bool | int | float | str) or name.endswith("_kwargs"):
+            options[name] = entry
+        elif depth and (inside := options_of(entry, depth - 1)):
+            options[name] = inside
+    return options
 
 
 def saved_files(tokenizer: Any) -> list[str]:
