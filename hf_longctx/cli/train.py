@@ -36,7 +36,7 @@ def run(kind: str, words: list[str], description: str | None) -> None:
     for word in words:
         if word.startswith("--") and word.partition("=")[0] not in known:
             raise ValueError(f"unrecognized arguments: {word}.{suggestion([word], known)}")
-    settings = config.parse(getattr(config, kind), words, description=description, epilog=config.ALL_OPTIONS, **names)
+    settings = config.parse(getattr(config, kind), words, description=description, **names)
     try:
         number = train(settings)
     except (StrictDataclassError, SafetensorError) as error:

@@ -29,11 +29,8 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
     names = {name for name, _ in _leaves(model)}
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     embeddings = {name for name, module in _leaves(model) if any(module is other for other in modules)}
-    if in_full is None and args.recipe == "rope-extend":  # norms and embeddings, as in arXiv 2309.12307
-        norms = {name for name, module in _leaves(model) if "norm" in type(module).__name__.lower()}
-        in_full = sorted(norms | {name for name, module in _leaves(model) if module is modules[0]})
-    elif in_full is None:
-        in_full = {"fox-from-llama": ["f_proj"], "hmt": ["memory"]}.get(str(args.recipe), [])
+    if in_full is None:
+        in_full = args.get_recipe().modules_to_save(model)
     for option, given in (("--lora_target_modules", targets), ("--lora_modules_to_save", in_full)):
         for name in given:
             if name not in names | {"all-linear"}:
@@ -54,7 +51,7 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
         ensure_weight_tying=bool(config.tie_word_embeddings and embeddings & set(in_full)),
     )
     _widen(model, in_full)
-    if args.recipe not in ("lora", None):
+    if args.get_recipe().changes_base:
         model.name_or_path = None  # the base is not the checkpoint of this name, so the adapter must not name it
     return get_peft_model(model, lora)
 

@@ -12,13 +12,12 @@ import torch
 import yaml
 from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
 
+from .recipes import RECIPES, Recipe
+
 
 FOLDER = Path(__file__).parent
 PRESETS = {file.stem: file for file in sorted((FOLDER / "presets").glob("*.json"))}
-RECIPES = {
-    command: {file.stem: file for file in sorted((FOLDER / "recipes" / command).glob("*.yaml"))}
-    for command in ("train", "finetune")
-}
+TRAIN_RECIPES = {file.stem: file.read_text() for file in sorted((FOLDER / "recipes" / "train").glob("*.yaml"))}
 # Options of TrainingArguments that --help shows
 SHOWN = {
     "output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
@@ -107,16 +106,19 @@ class RunConfig(TrainingArguments):
         metadata={"help": "Fields of the model's config, such as forget_gate=fixed hidden_size=64"},
     )
 
-    command = ""  # subcommand of hf-longctx; it selects the recipes
+    command = ""  # subcommand of hf-longctx
 
     def __post_init__(self):
-        if self.recipe is not None and self.recipe not in RECIPES[self.command]:
-            raise ValueError(f"`recipe` must be one of {', '.join(RECIPES[self.command])}, got {self.recipe!r}.")
+        if self.recipe is not None and self.recipe not in self.recipe_defaults():
+            raise ValueError(f"`recipe` must be one of {', '.join(self.recipe_defaults())}, got {self.recipe!r}.")
         defaults = {e.name: e.default if e.default_factory is MISSING else e.default_factory() for e in fields(self)}
-        if self.recipe is not None:
-            defaults |= read_yaml(RECIPES[self.command][self.recipe], type(self)) | {"recipe": defaults["recipe"]}
-        # settings whose values differ from the defaults, including those of the recipe
-        self.given = {n: v for n, v in vars(self).items() if n in defaults and v != defaults[n]}
+        recipe = {} if self.recipe is None else read_recipe(self.recipe, type(self))
+        # settings whose values differ from the recipe's defaults, or from ours
+        self.given = {
+            name: value
+            for name, value in vars(self).items()
+            if name in defaults and value != (defaults | recipe)[name] and (value is not None or name in recipe)
+        }
         logs = self.logging_strategy == "steps" and self.logging_steps == 1
         if not logs or self.save_only_model or self.save_total_limit == 1:
             raise ValueError(
@@ -165,9 +167,22 @@ class RunConfig(TrainingArguments):
     @classmethod
     def from_recipe(cls: type[Config], name: str, **values: Any) -> Config:
         """Create the settings of a recipe; `values` take precedence over the recipe."""
-        file = RECIPES[cls.command].get(name)  # `__post_init__` raises an error for an unknown name
-        settings: dict[str, Any] = {"recipe": name, **(read_yaml(file, cls) if file else {}), **values}
+        settings: dict[str, Any] = {"recipe": name, **read_recipe(name, cls), **values}
         return cls(**settings)
+
+    @classmethod
+    def recipe_defaults(cls) -> dict[str, str]:
+        """Return the recipes of a command by name. The values are their defaults, as YAML."""
+        return {}
+
+    @classmethod
+    def describe_recipes(cls) -> str:
+        """Return the recipes that change the model, for `--help`."""
+        return ""
+
+    def get_recipe(self) -> Recipe:
+        """Return the recipe that adapts the model."""
+        return Recipe()
 
     def config_fields(self, kind: type[PreTrainedConfig]) -> dict[str, Any]:
         """Return the model-config fields that `set` overrides, with their new values.
@@ -198,6 +213,10 @@ class PretrainConfig(RunConfig):
     )
 
     command = "train"
+
+    @classmethod
+    def recipe_defaults(cls):
+        return TRAIN_RECIPES
 
 
 @dataclass
@@ -236,10 +255,25 @@ class FinetuneConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.decay_time is not None and self.recipe != "fox-from-llama":
-            raise ValueError(
-                f"`decay_time` requires `recipe`='fox-from-llama', got {self.recipe!r}. Remove `decay_time`."
-            )
+        for option in sorted({option for recipe in RECIPES.values() for option in recipe.options} & self.given.keys()):
+            readers = [name for name, recipe in RECIPES.items() if option in recipe.options]
+            if self.recipe not in readers:
+                raise ValueError(
+                    f"`{option}` requires `recipe`={' or '.join(map(repr, readers))}, got {self.recipe!r}. Remove "
+                    f"`{option}`."
+                )
+
+    @classmethod
+    def recipe_defaults(cls):
+        return {name: recipe.defaults for name, recipe in RECIPES.items()}
+
+    @classmethod
+    def describe_recipes(cls):
+        lines = [f"  {name:16}{(recipe.__doc__ or '').partition(chr(10))[0]}" for name, recipe in RECIPES.items()]
+        return "\n".join(["Recipes:", *lines, "", ""])
+
+    def get_recipe(self):
+        return Recipe() if self.recipe is None else RECIPES[self.recipe]
 
 
 def read_yaml(file: str | Path, kind: type[RunConfig]) -> dict[str, Any]:
@@ -249,14 +283,28 @@ def read_yaml(file: str | Path, kind: type[RunConfig]) -> dict[str, Any]:
         ValueError: the file is not a YAML mapping, or has an unknown setting.
     """
     try:
-        values = yaml.load(Path(file).read_text(), Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+        return parse_yaml(Path(file).read_text(), str(file), kind)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not YAML: {error}") from error
+
+
+def read_recipe(name: str, kind: type[RunConfig]) -> dict[str, Any]:
+    """Return the defaults of a recipe. An unknown recipe does not have any; `RunConfig` raises an error for it."""
+    text = kind.recipe_defaults().get(name)
+    return parse_yaml(text, f"recipe {name}", kind) if text else {}
+
+
+def parse_yaml(text: str, place: str, kind: type[RunConfig]) -> dict[str, Any]:
+    """Parse settings in YAML. Raise ValueError if they are not a mapping, or if there is an unknown setting."""
+    try:
+        values = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{place} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{file} must contain settings, in lines such as `max_steps: 1000`.")
+        raise ValueError(f"{place} must contain settings, in lines such as `max_steps: 1000`.")
     for name in values:
         if name not in kind.__dataclass_fields__:
-            raise ValueError(f"{name} in {file} is not a setting. {nearest(name, kind.__dataclass_fields__)}")
+            raise ValueError(f"{name} in {place} is not a setting. {nearest(name, kind.__dataclass_fields__)}")
     return values
 
 
@@ -267,15 +315,16 @@ def nearest(name: str, names: Any) -> str:
 
 
 def make_parser(kind: type[RunConfig], **options: Any) -> HfArgumentParser:
-    """Return a parser for all settings. The help shows our own settings and those in `SHOWN`."""
-    parser = HfArgumentParser(kind, allow_abbrev=False, formatter_class=HelpFormatter, **options)  # ty: ignore[invalid-argument-type]
+    """Return a parser for all settings. The help shows our own settings, those in `SHOWN`, and the recipes."""
+    known: Any = dict(allow_abbrev=False, formatter_class=HelpFormatter, epilog=kind.describe_recipes() + ALL_OPTIONS)
+    parser = HfArgumentParser(kind, **known, **options)  # ty: ignore[invalid-argument-type]
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; command-line options take precedence")
     inherited = TrainingArguments.__dataclass_fields__.keys() - SHOWN
     for action in parser._actions:
         if action.dest in inherited or action.option_strings[0].startswith("--no_"):
             action.help = argparse.SUPPRESS
         elif action.dest == "recipe":
-            action.help = f"{action.help}: {', '.join(RECIPES[kind.command])}"
+            action.help = f"{action.help}: {', '.join(kind.recipe_defaults())}"
         if action.dest in kind.__dataclass_fields__:
             # the parser also accepts the spelling with hyphens, but the help omits it
             action.option_strings = action.option_strings[:1]
@@ -297,8 +346,7 @@ def parse(kind: type[Config], argv: list[str], **options: Any) -> Config:
     found, _ = early.parse_known_args(argv)
     values = {} if found.config is None else read_yaml(found.config, kind)
     recipe: Any = found.recipe or values.get("recipe") or kind.__dataclass_fields__["recipe"].default
-    if file := RECIPES[kind.command].get(recipe):
-        values = read_yaml(file, kind) | values
+    values = read_recipe(recipe, kind) | values
     parser = make_parser(kind, **options)
     parser.set_defaults(**values)
     for action in parser._actions:

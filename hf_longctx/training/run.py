@@ -106,15 +106,20 @@ def make_trainer(args: RunConfig, model: Any, training: Any, evaluation: Any) ->
     """Create the Trainer of a run, with the collator that the model needs."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     options: dict[str, Any] = {}
-    if args.label_smoothing_factor == 0 and getattr(base, "reads_in_segments", False):
+    kind: Any = args.get_recipe().trainer
+    has_own_loss = kind.compute_loss is not LongContextTrainer.compute_loss
+    if args.label_smoothing_factor == 0 and not has_own_loss and getattr(base, "reads_in_segments", False):
         options["logits_to_keep"] = 1  # label smoothing needs the logits
     flat = args.packing and base.config.model_type not in ("fox", "hmt") and is_flash_attention_requested(base.config)
     if flat:
         check_flash_attention(base)
         args.per_device_eval_batch_size = 1  # in evaluation, Trainer would count a flat batch as one sequence
     collator: Any = partial(collate, options=options, flat=flat)
-    kind: Any = LongContextTrainer
     if args.sequence_parallel > 1:
+        if kind is not LongContextTrainer:
+            raise ValueError(
+                f"`sequence_parallel` must be 1 for the recipe {args.recipe}, got {args.sequence_parallel}."
+            )
         check_model(model, args.sequence_parallel)
         shard = SequenceShard(args.sequence_parallel)
         kind = partial(SequenceParallelTrainer, shard=shard)
@@ -139,7 +144,7 @@ def make_trainer(args: RunConfig, model: Any, training: Any, evaluation: Any) ->
     if args.compile_layers:
         compile_layers(model)
     # ZeRO-3 gathers the head's weights only in the head's own forward
-    if not (options or args.label_smoothing_factor or trainer.is_deepspeed_enabled):
+    if not (options or has_own_loss or args.label_smoothing_factor or trainer.is_deepspeed_enabled):
         chunk_loss(base)
     return trainer
 
@@ -181,7 +186,7 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
                 # free the model, because two copies of the base may not fit into memory
                 trainer.accelerator.unwrap_model(trainer.model).to("meta")
             save_base(args, config, unfinished, adapter=folder / "adapter")
-        elif args.recipe != "lora":
+        elif args.get_recipe().changes_base:
             save_base(args, config, unfinished)
             file = unfinished / "adapter_config.json"  # PEFT loads the base that this file names
             name = {"base_model_name_or_path": str((folder / MODEL).resolve())}

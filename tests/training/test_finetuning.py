@@ -35,7 +35,8 @@ from hf_longctx.metrics import rope_base_bound
 from hf_longctx.training import run as run_module
 from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.chunked_loss import chunk_loss
-from hf_longctx.training.models import extend_rope, make_config, make_model
+from hf_longctx.training.models import make_config, make_model
+from hf_longctx.training.recipes.rope_extend import extend_rope
 from hf_longctx.training.run import train
 from hf_longctx.training.trainer import LongContextTrainer
 
