@@ -1,4 +1,4 @@
-"""Extract RoPE facts from transformers' modeling code, for hf_longctx/metrics/rope/config.py.
+"""Extract facts about RoPE and windows from transformers' modeling code, for hf_longctx/metrics/rope.
 
     python -m scripts.rope_types
 
@@ -8,6 +8,7 @@ importing them or building a model.
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -127,11 +128,42 @@ def reads_alpha(model_type: str) -> bool:
     return any("rope_parameters.get('alpha')" in ast.unparse(node) for node in reachable(model_type))
 
 
+WINDOW_MASK = re.compile(r"\w*sliding_window\w*mask\w*|create_chunked_causal_mask")
+WHOLE_MODEL_WINDOW = "create_causal_mask if self.config.sliding_window is None"
+
+
+@cache
+def decoder_code(model_type: str) -> str:
+    """Return the code of the classes whose `config` is the model type's, or that of a composite with this part.
+
+    `reachable` also contains the other parts of a composite, which may have windows of their own.
+    """
+    config, path = CONFIG_MAPPING[model_type], classes(model_type)[0][0]
+    siblings = {
+        kind for kind in map(CONFIG_MAPPING.__getitem__, CONFIG_MAPPING_NAMES) if kind.__module__ == config.__module__
+    }
+    composites = {kind for kind in siblings if config in getattr(kind, "sub_configs", {}).values()}
+    takes = re.compile(rf"\bconfig: ({'|'.join(kind.__name__ for kind in (config, *composites))})\b")
+    found = {node.name: node for node in reachable(model_type) if isinstance(node, ast.ClassDef)}
+    found |= {name: node for name, node in definitions(path).items() if isinstance(node, ast.ClassDef)}
+    code = {name: ast.unparse(node) for name, node in found.items()}
+    bases = {name: [ast.unparse(base) for base in node.bases] for name, node in found.items()}
+    return "\n".join(
+        text for name, text in code.items() if any(takes.search(code.get(part, "")) for part in (name, *bases[name]))
+    )
+
+
 def derived() -> dict[str, set[str]]:
-    """Return the types that rotate, and those of two constants, for the installed transformers."""
+    """Return the types that rotate or have windows, and those of some constants, for the installed transformers."""
     models = language_models()
+    rotating = [name for name in models if rotates(name)]
+    masks = {name: set(WINDOW_MASK.findall(decoder_code(name))) for name in rotating}
+    whole = {name for name in rotating if WHOLE_MODEL_WINDOW in decoder_code(name)}
     return {
-        "rotate": {name for name in models if rotates(name)},
+        "rotate": set(rotating),
+        "window": {name for name in rotating if masks[name]},
+        "WINDOW_IGNORES_LAYER_TYPES": {name for name in whole if hasattr(CONFIG_MAPPING[name], "layer_types")},
+        "INCLUSIVE_WINDOW": {name for name in rotating if "create_bidirectional_sliding_window_mask" in masks[name]},
         "ROPE_ON_SLIDING_LAYERS_ONLY": {name for name in models if rotates_on_sliding_layers_only(name)},
         "NTK_ALPHA": {name for name in models if reads_alpha(name)},
     }

@@ -58,6 +58,7 @@ PARAMETERS = [
     for name, parameters, message in (
         ("default", {"rope_theta": 0.5}, "base must be a finite number above 1, got 0.5"),
         ("default", {"rope_theta": "10000"}, "base must .* got '10000'"),
+        ("default", {"rope_theta": [1e4, 1e6]}, "base must be a finite number above 1, got .10000.0, 1000000.0."),
         ("default", {"partial_rotary_factor": 0.7}, "an even number from 2 to 16, got 0.7 . 16"),
         ("linear", {}, "'linear' are not complete.*'factor'"),
         ("linear", {"factor": 0}, "All numbers must be positive"),
@@ -77,8 +78,20 @@ CONFIGS = [
             ("rope_scaling", {"type": "linear", "factor": "4"}, "a value of the wrong type or size"),
             ("rope_scaling", {"type": "ntk", "factor": 4.0}, "rope_type must be one of default, .* got 'ntk'"),
             ("rope_scaling", "yarn", "rope_parameters must be a JSON object, got 'yarn'"),
+            ("rope_theta", [1e4], "rope_theta must be one number, or a list with the same number for all layers"),
+            ("rope_theta", [1e4, 1e6], "rope_theta must be one number, or a list with the same number for all layers"),
+            ("hybrid_layer_pattern", [0, 2], "hybrid_layer_pattern must contain 1 for each layer with a window and 0"),
+            ("sliding_window_pattern", "LX", "sliding_window_pattern must contain 1 for each layer with a window"),
+            ("sliding_window_layers", 1, "sliding_window_layers must be a list of layer indices, got 1"),
+            ("use_rope_layers", [1], "use_rope_layers must contain 0 or 1 for each of 2 layers, got .1."),
+            ("compress_ratios", [0], "compress_ratios must be a list with the ratio of each of 2 layers, got .0."),
         )
     ],
+    refused(
+        "rotated dimensions of another size than the head's",
+        report({"model_type": "longcat_flash", "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}),
+        "head_dim must be at most the size of a query head, got 64 rotated dimensions in heads of 24",
+    ),
     refused("a tokenizer", report(None), "must be a PreTrainedModel, .*or the name of a model, got a NoneType"),
     refused("a new type without RoPE", report({"model_type": "new", **SIZES}), "not know the model type 'new'"),
     harmless("a window of 0, which is none", lambda: (numbers(llama(sliding_window=0)), numbers(llama()))),

@@ -10,6 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from hf_longctx.metrics import rope_context_bound, rope_report
 from hf_longctx.metrics.rope import config as rope_config
+from hf_longctx.metrics.rope import layers as rope_layers
 from hf_longctx.metrics.rope import report as rope_reports
 from hf_longctx.metrics.rope.config import LENGTHS, ROPE_UNLESS, TEXT_PARTS, NoRopeError
 from scripts import rope_types
@@ -170,6 +171,8 @@ def test_defaults_of_the_config_class_are_named(quick, tmp_path):
             assert report.claimed_context == (1024 if "n_ctx" in content else 2048)
             assert [note.partition(" default of LlamaConfig")[0] for note in report.notes] == notes
     assert not only(tf.LlamaConfig())[0].notes, "without a file to look into"
+    unknown = {**PLAIN, "model_type": "new", "rope_theta": None, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert sum("base = 10000" in note for note in only(unknown)[0].notes) == 1
 
 
 def test_parts_of_another_shape_than_the_class_expects(quick):
@@ -213,13 +216,24 @@ def test_settings_that_switch_rope_off(quick, kind, name, values):
 
 @pytest.mark.slow
 def test_rules_and_lists_are_those_of_the_modeling_code():
-    """For every type that this transformers ships; seamless_m4t and moshi_depth rotate outside of their decoders."""
+    """For every type that this transformers ships; the types named here rotate or have windows outside of decoders."""
     shipped, derived = set(rope_types.language_models()), rope_types.derived()
     assert len(shipped) > 200
-    ruled = {name for name in shipped if rope_config.may_rotate(CONFIG_MAPPING[name]())}
-    assert derived.pop("rotate") - {"moshi_depth", "seamless_m4t"} == ruled
+    configs = {name: CONFIG_MAPPING[name]() for name in shipped}
+    ruled = {name for name, config in configs.items() if rope_config.may_rotate(config)}
+    rotating = derived.pop("rotate")
+    assert rotating - {"moshi_depth", "seamless_m4t"} == ruled
+    defined = {
+        name
+        for name in rotating
+        for setting in ("sliding_window", "attention_chunk_size")
+        if rope_layers.defines(configs[name], setting)
+    }
+    windowed = derived.pop("window") - {"blt", "blt_local_decoder", "moonshine_streaming"}
+    assert defined - windowed <= set(rope_layers.WINDOW_UNUSED) and windowed == defined - set(rope_layers.WINDOW_UNUSED)
     for name, types in derived.items():
-        assert types == set(getattr(rope_config, name)) & shipped, name
+        listed = getattr(rope_config if name == "NTK_ALPHA" else rope_layers, name)
+        assert types == set(listed) & shipped, name
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "kimi_linear", "jamba", "gpt2", "t5"])

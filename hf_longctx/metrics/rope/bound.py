@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from itertools import count
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def rope_inv_freq(base: float, head_dim: int) -> np.ndarray:
     Raises:
         ValueError: base is not a finite number above 1, or head_dim is not an even positive integer.
     """
-    if isinstance(base, str) or not 1 < base < math.inf:  # this comparison is False for NaN
+    if not isinstance(base, Real) or not 1 < base < math.inf:  # this comparison is False for NaN
         raise ValueError(f"base must be a finite number above 1, got {base!r}. The frequencies must decrease.")
     return float(base) ** -exponents(head_dim)
 

@@ -24,6 +24,8 @@ import numpy as np
 
 from ..checks import as_int, public_name
 from .bound import MAX_CONTEXT, rope_inv_freq
+from .layer_fields import LOCAL_BASES, READ, WINDOWED, read_layers
+from .layers import LayerGroup, layer_config, of_transformers, parameters_of, required_int, rope_key
 
 
 # Names of settings in transformers, and alternative names in config.json.
@@ -32,8 +34,9 @@ SPELLINGS = {
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
     "num_hidden_layers": ("num_layers", "n_layer", "n_layers"),
     "head_dim": ("kv_channels", "attention_head_dim", "d_head"),
-    "rope_theta": ("rotary_emb_base", "rope_base", "rotary_base", "rope_freq_base"),
+    "rope_theta": ("rotary_emb_base", "rope_base", "rotary_base", "rope_freq_base", "global_rope_theta"),
     "partial_rotary_factor": ("rotary_pct", "rope_pct", "rotary_percent", "rotary_emb_fraction"),
+    "qk_rope_head_dim": ("rope_head_dim",),
     "rope_parameters": ("rope_scaling",),
 }
 LENGTHS = (
@@ -47,25 +50,23 @@ TEXT_PARTS = (
 )
 # If one of these settings has a value that is not listed here, the model does not use RoPE.
 ROPE_UNLESS = {
-    **dict.fromkeys(("alibi", "use_alibi", "no_rope"), (False, None)),
+    **dict.fromkeys(("alibi", "use_alibi", "no_rope", "mla_use_nope", "use_mla_nope"), (False, None)),
     **dict.fromkeys(("use_mem_rope", "use_rope", "use_rotary", "use_rotary_embeddings"), (True, None)),
     **dict.fromkeys(("position_embedding_type", "position_embedding", "pos_emb"), ("rope", "rotary")),
 }
 # Settings with the same meaning in model types that transformers does not support.
-SHARED_FIELDS = (
-    *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers"),
-    *("original_max_position_embeddings", "dual_chunk_attention_config", "rope_condense_ratio"),
-)
+SHARED_FIELDS = ("original_max_position_embeddings", "dual_chunk_attention_config", "rope_condense_ratio")
 SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default"}
 ABOUT_ROPE = re.compile(r"rope|rotary|rotate|ntk|alibi|yarn")
+ABOUT_LAYERS = re.compile(  # names of fields that may say what a layer attends to
+    r"window|sliding|nope|swa_layers|swa_head_dim|layer_pattern|attention_chunk|attn_type"
+    r"|^layer_types?$|^(attn|attention)_types?|(local|global|full)_(attn|attention|layer)"
+)
+MISTRAL_YARN = {"alpha": "beta_slow", "beta": "beta_fast"}  # names in Mistral's params.json
 
 # Settings in the code of a model type, but not in its config. `python -m scripts.rope_types` lists these model types.
 BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
-ROPE_ON_SLIDING_LAYERS_ONLY = (
-    *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"),
-)
 NTK_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text")  # dynamic scaling: base * alpha ** (d / (d - 2))
-NOT_ATTENTION = ("conv", "linear_attention", "mamba", "moe", "recurrent")
 # Parameters that determine the frequencies of each rope type.
 READS = {
     "default": "",
@@ -82,6 +83,8 @@ CHANGES_NO_FREQUENCY = (
     "long_mscale llama_4_scaling_beta finetuned original_max_position_embeddings max_position_embeddings mrope_section "
     "mrope_interleaved interleaved"
 )
+# Fields by which the layer types of a model type that transformers does not support differ in base, share or scaling.
+BY_LAYER_TYPE = {*LOCAL_BASES, "compress_rope_theta", "partial_rotary_factors", "yarn_only_types"}
 MIN_TRAINING_LENGTH = 2048  # in tokens; see `scaled_length`
 
 
@@ -134,7 +137,7 @@ class Source:
 
     def names(self, setting: str) -> bool:
         """Return whether config.json contains a setting of the text decoder. Without a config.json, return True."""
-        parts = [self.file, self.file.get("rope_parameters"), self.file.get("rope_scaling")]
+        parts = [self.file, *(self.file.get(key) for key in ("rope_parameters", "rope_scaling", "yarn"))]
         parts += [part for rope in parts[1:] if isinstance(rope, dict) for part in rope.values()]
         keys = {key for part in parts if isinstance(part, dict) for key, value in part.items() if value is not None}
         return not self.file or not keys.isdisjoint((setting, *SPELLINGS.get(setting, ())))
@@ -214,7 +217,7 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
         if isinstance(decoder, dict):  # the config class does not define this sub-config
             model = {"model_type": model.model_type, **decoder}
         elif decoder.model_type in CONFIG_MAPPING:
-            return Source(copy.deepcopy(decoder), name, file, tokenizer)
+            return known_source(copy.deepcopy(decoder), name, file, tokenizer)
         else:
             model = decoder.to_dict()
     whole, model = model, text_part(model)
@@ -229,7 +232,17 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
     if decoder is not config and (model is not whole or not layers.isdisjoint(fields)):
         # The fields describe the text decoder, and the config class is for a multimodal model.
         decoder = type(decoder).from_dict({key: value for key, value in fields.items() if key != "model_type"})
-    return Source(decoder, name, file, tokenizer)
+    return known_source(decoder, name, file, tokenizer)
+
+
+def known_source(config: Any, name: str, file: dict[str, Any], tokenizer: dict[str, Any]) -> Source:
+    """Return the `Source` of a config with a registered class."""
+    source = Source(config, name, file, tokenizer)
+    count = getattr(config, "num_hidden_layers", None)
+    if count and not of_transformers(config):  # another package has registered the class
+        for field_name, value in read_layers(config.to_dict(), count, source.notes).items():
+            setattr(config, field_name, value)
+    return source
 
 
 def text_part(file: dict[str, Any]) -> dict[str, Any]:
@@ -266,32 +279,90 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
         spelling = next((spelling for spelling in (name, *others) if spelling in file), None)
         fields |= {} if spelling is None else {name: file[spelling]}
     fields |= {name: file[name] for name in (*SHARED_FIELDS, *ROPE_UNLESS) if name in file}
-    rope = dict(fields.get("rope_parameters") or {})
+    fields |= read_layers(file, fields.get("num_hidden_layers") or 0, notes)
+    rope = read_rope(file["yarn"]) if isinstance(file.get("yarn"), dict) else fields.get("rope_parameters") or {}
+    if "yarn" in file:
+        rope = {MISTRAL_YARN.get(key, key): value for key, value in rope.items() if key != "apply_scale"}
+        rope["rope_type"] = "yarn"
     base = fields.get("rope_theta", rope.get("rope_theta"))
     if kind == "chatglm":  # its code rotates half of each head, although config.json does not say so
         fields.setdefault("partial_rotary_factor", 0.5)
-    if "qk_rope_head_dim" in file:  # multi-head latent attention
-        fields["head_dim"] = file["qk_rope_head_dim"]
-        fields["qk_head_dim"] = fields["head_dim"] + file.get("qk_nope_head_dim", 0)
+    if "qk_rope_head_dim" in fields:  # multi-head latent attention
+        rotated = fields.pop("qk_rope_head_dim")
+        whole = file.get("qk_head_dim") or fields.get("head_dim") or rotated
+        fields["qk_head_dim"] = rotated + file["qk_nope_head_dim"] if "qk_nope_head_dim" in file else whole
+        fields["head_dim"] = rotated
+        fields.pop("partial_rotary_factor", None)
+        rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     if "rotary_dim" in file and "partial_rotary_factor" not in fields:
         head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
         fields["partial_rotary_factor"] = file["rotary_dim"] / head_dim
-    about = {key for key, value in file.items() if ABOUT_ROPE.search(key) and value is not False} - ROPE_UNLESS.keys()
-    if base is None and about:
+    about = {key for key, value in file.items() if ABOUT_ROPE.search(key) and value is not False}
+    if base is None and about - ROPE_UNLESS.keys() - READ:
         base = 10_000.0
         notes.append("base = 10000 is Llama's default; config.json does not set a base")
     if "rope_ratio" in file and base is not None:
         base *= file["rope_ratio"]
         notes.append(f"rope_ratio multiplies the base by {file['rope_ratio']:g}")
-    read = {*fields, *(other for others in SPELLINGS.values() for other in others)}
-    unread = sorted(about - read - {"qk_rope_head_dim", "rotary_dim", "rope_ratio", "original_rope"})
+    about |= {key for key, value in file.items() if ABOUT_LAYERS.search(key) and value}
+    if file.get("swa_head_dim") == fields.get("head_dim"):
+        about.discard("swa_head_dim")
+    read = {
+        *fields,
+        *(other for others in SPELLINGS.values() for other in others),
+        *READ,
+        *ROPE_UNLESS,
+        *BY_LAYER_TYPE,
+    }
+    unread = sorted(about - read - {"qk_rope_head_dim", "rotary_dim", "rope_ratio", "original_rope", "yarn"})
     if unread:
         notes.append(f"not read: {', '.join(unread)}")
     config: Any = PreTrainedConfig()
     object.__setattr__(config, "model_type", kind if isinstance(kind, str) else "")
-    for name, value in (fields | {"rope_theta": base, "rope_parameters": rope}).items():
+    fields |= {"rope_theta": base, "rope_parameters": rope}
+    for name, value in (fields | rope_by_layer_type(file, fields)).items():
         setattr(config, name, value)
     return config
+
+
+def rope_by_layer_type(file: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Return nested rope_parameters if the layer types of an unknown model type differ in base, share or scaling.
+
+    Raises:
+        ValueError: layers of one type differ.
+    """
+    rope, base, kinds = fields["rope_parameters"], fields["rope_theta"], fields["layer_types"]
+    if file.keys().isdisjoint(BY_LAYER_TYPE) and not isinstance(base, list):
+        return {}
+    if not kinds or any(isinstance(value, dict) for value in rope.values()):
+        return {}
+
+    def of_kind(name: str, values: Any, kind: str) -> Any:
+        if not isinstance(values, list):
+            return values
+        found = [value for layer, value in zip(kinds, values) if layer == kind]
+        if len(values) < len(kinds) or any(value != found[0] for value in found):
+            raise ValueError(
+                f"{name} must be one number, or a list with the same number for all layers of a type, got {values!r}."
+            )
+        return found[0]
+
+    local = next((name for name in LOCAL_BASES if name in file), None)
+    compressed = file.get("compress_rope_theta")
+    nested = {}
+    for kind in dict.fromkeys(kinds):
+        windowed = bool(WINDOWED.search(kind))
+        theta = of_kind("rope_theta", base, kind)
+        if windowed and local is not None:
+            theta = file[local]
+        if not windowed and compressed is not None:
+            theta = compressed
+        scaled = kind in file["yarn_only_types"] if file.get("yarn_only_types") else not windowed
+        nested[kind] = ({**rope} if scaled else {"rope_type": "default"}) | {"rope_theta": theta}
+        share = of_kind("partial_rotary_factors", file.get("partial_rotary_factors"), kind)
+        share = rope.get("partial_rotary_factor") if share is None else share
+        nested[kind] |= {} if share is None else {"partial_rotary_factor": share}
+    return {"rope_parameters": nested, "rope_theta": None}
 
 
 # The claimed context ------------------------------------------------------------------------------------------------
@@ -374,9 +445,6 @@ def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str,
     return {}
 
 
-# Groups of layers ---------------------------------------------------------------------------------------------------
-
-
 def with_rope_parameters(source: Source) -> Any:
     """Return the config of a source, with all its RoPE settings collected in `rope_parameters`.
 
@@ -408,69 +476,15 @@ def may_rotate(config: Any) -> bool:
     return bool(settings) or not of_transformers or config.model_type in BASE_IN_CODE
 
 
-def parameters_of(config: Any, kind: str) -> dict[str, Any]:
-    """Return the rope_parameters of one layer type."""
-    nested = config.rope_parameters.get(kind)
-    return nested if isinstance(nested, dict) else config.rope_parameters
-
-
-def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
-    """Group the indices of the attention layers by layer type and RoPE base. Base 0 means no RoPE."""
-    nested = [key for key, value in config.rope_parameters.items() if isinstance(value, dict)]
-    kinds, count = getattr(config, "layer_types", None), required_int(config, "num_hidden_layers")
-    if not kinds:
-        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        kinds = ["sliding_attention" if sliding else "full_attention"] * count
-    if not isinstance(kinds, list) or len(kinds) != count or not all(isinstance(kind, str) for kind in kinds):
-        raise ValueError(f"layer_types must be a list with the type of each of {count} layers, got {kinds!r}.")
-    if nested and not set(nested) & set(kinds):  # the keys are not layer types, as in DeepSeek-V4
-        return {(key, required_base(config.rope_parameters[key])): [] for key in nested}
-
-    groups: dict[tuple[str, float], list[int]] = {}
-    for i, kind in enumerate(kinds):
-        if kind in NOT_ATTENTION or i in (getattr(config, "cross_attention_layers", None) or ()):
-            continue
-        if nested and kind not in config.rope_parameters:
-            raise ValueError(
-                f"rope_parameters must have an entry for layer type {kind!r}, got only {', '.join(nested)}."
-            )
-        parameters = config.rope_parameters[kind] if nested else config.rope_parameters
-        base = 0 if parameters is None or not rotates(config, i, kind) else required_base(parameters)
-        if getattr(config, "layer_rope_theta", None):
-            base = config.layer_rope_theta[i]
-        groups.setdefault((kind, base), []).append(i)
-    return groups
-
-
-def rotates(config: Any, i: int, kind: str) -> bool:
-    """Return whether layer i applies RoPE, according to the config or the code of the model type."""
-    if getattr(config, "no_rope_layers", None):
-        return bool(config.no_rope_layers[i])  # despite its name, this list contains 1 for layers with RoPE
-    if config.model_type in ROPE_ON_SLIDING_LAYERS_ONLY and getattr(config, "sliding_window", None):
-        prefix = getattr(config, "prefix_dense_sliding_window_pattern", None)
-        return kind == "sliding_attention" or (prefix == 1 and config.mlp_layer_types[i] == "dense")
-    return True
-
-
-def layer_config(config: Any, layers: list[int]) -> Any:
-    """Return the config of a group of layers. In models such as Gemma 4, layers have different dimensions."""
-    return config.per_layer_config[layers[0]] if layers and getattr(config, "is_heterogeneous", False) else config
-
-
-def attention_window(config: Any, kind: str, layers: list[int]) -> int | None:
-    """Return the attention window of a group of layers in tokens. For full attention, return None."""
-    name = "sliding_window" if "sliding" in kind else "attention_chunk_size" if "chunked" in kind else None
-    tokens = getattr(layer_config(config, layers), name, None) if name else None
-    return None if tokens is None else as_int(str(name), tokens, 2)
-
-
 # Frequencies --------------------------------------------------------------------------------------------------------
 
 
-def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], claimed: int) -> Rope:
+def rope_of_layers(source: Source, group: LayerGroup, layers: list[int], claimed: int) -> Rope:
     """Compute the RoPE frequencies of a group of layers. Add a note on each assumption.
 
     Args:
+        group: what the layers have in common.
+        layers: indices of the layers.
         claimed: context length in tokens; the frequencies of some rope types depend on it.
 
     Raises:
@@ -479,10 +493,11 @@ def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], cl
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config, parameters = source.config, parameters_of(source.config, kind)
+    config, parameters, base = source.config, parameters_of(source.config, group.kind), group.base
+    assert parameters is not None  # the layers of the group apply RoPE
     check_parameters(source, parameters)
     rope_type, parameters["rope_theta"] = parameters["rope_type"], base
-    layer = layer_config(config, layers)
+    layer = layer_config(config, layers[0])
     if getattr(layer, "head_dim", None) is None:
         layer.head_dim = required_int(layer, "hidden_size") // required_int(layer, "num_attention_heads")
     head_dim = required_int(layer, "head_dim")
@@ -492,7 +507,7 @@ def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], cl
         scaled = base * alpha ** (rotary_dim / (rotary_dim - 2)) if alpha else base
         inv_freq = rope_inv_freq(scaled, rotary_dim)
     else:
-        layer_type = None if parameters is config.rope_parameters else kind
+        layer_type = rope_key(config, group.kind)
         try:
             frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=claimed, layer_type=layer_type)
         except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
@@ -506,7 +521,13 @@ def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], cl
                 f"rope_parameters must result in finite frequencies >= 0, got {parameters}. "
                 "All numbers must be positive."
             )
-    return Rope(rope_type, float(base), inv_freq, getattr(layer, "qk_head_dim", None) or head_dim)
+    whole = getattr(layer, "qk_head_dim", None) or head_dim
+    if 2 * len(inv_freq) > whole:
+        raise ValueError(
+            f"head_dim must be at most the size of a query head, got {2 * len(inv_freq)} rotated dimensions in heads of "
+            f"{whole}. With qk_rope_head_dim, head_dim must equal it."
+        )
+    return Rope(rope_type, float(base), inv_freq, whole)
 
 
 def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
@@ -534,7 +555,8 @@ def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
             f"{', '.join(sorted(others - readable))}. If the model's code also ignores them, remove them."
         )
     base = parameters.get("rope_theta")
-    if base == getattr(type(config), "default_theta", None) and not source.names("rope_theta"):
+    unnamed = source.known and not source.names("rope_theta")
+    if unnamed and base == getattr(type(config), "default_theta", None):
         notes.append(f"base = {base:g} is the default of {type(config).__name__}; config.json does not set it")
     if "mrope_section" in parameters:
         notes.append("multimodal RoPE (mrope) is checked for text; all its sections then use the same positions")
@@ -552,17 +574,3 @@ def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) ->
             "RoPE rotates pairs."
         )
     return rotary_dim
-
-
-def required_int(config: Any, name: str) -> int:
-    value = getattr(config, name, None)
-    if value is None:
-        raise ValueError(f"{type(config).__name__} must set {name}. The bound depends on it.")
-    return as_int(name, value, 1)
-
-
-def required_base(parameters: dict[str, Any]) -> float:
-    if parameters.get("rope_theta") is None:
-        raise ValueError(f"rope_theta is missing in {parameters}. Add it to the config.")
-    rope_inv_freq(parameters["rope_theta"], 2)  # raises ValueError for an invalid base
-    return parameters["rope_theta"]

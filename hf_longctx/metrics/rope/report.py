@@ -23,15 +23,13 @@ from .config import (
     NoRopeError,
     Rope,
     Source,
-    attention_window,
     claimed_context,
-    layer_groups,
-    parameters_of,
     read_source,
     readable,
     rope_of_layers,
     with_rope_parameters,
 )
+from .layers import layer_groups, parameters_of
 
 
 SEARCHED = 1 << 22  # minimum number of distances to search for the first B_m < 0
@@ -268,13 +266,13 @@ def _report(source: Source, context_length: int | None, minimum_base: bool) -> R
             "minutes."
         )
     groups = []
-    for (kind, base), layers in layer_groups(config).items():
-        reach = min(claimed, attention_window(config, kind, layers) or claimed) - 1
-        if not base:
-            groups.append(RopeLayers(kind, len(layers), reach))
+    for group, layers in layer_groups(source).items():
+        reach = claimed - 1 if group.reach is None else min(claimed - 1, group.reach)
+        if not group.base:
+            groups.append(RopeLayers(group.kind, len(layers), reach))
             continue
-        rope = rope_of_layers(source, kind, base, layers, claimed)
-        alpha = parameters_of(config, kind).get("alpha")
+        rope = rope_of_layers(source, group, layers, claimed)
+        alpha = (parameters_of(config, group.kind) or {}).get("alpha")
         if rope.type in LENGTH_DEPENDENT and not alpha:
             notes.append(f"{rope.type} frequencies depend on the length; we use the frequencies for {claimed} tokens")
         why_not = "proportional RoPE has exponents of its own" if rope.type == "proportional" else None
@@ -282,7 +280,7 @@ def _report(source: Source, context_length: int | None, minimum_base: bool) -> R
             why_not = f"the search takes minutes beyond {MINIMUM_BASE_UP_TO} tokens"
         if minimum_base and why_not is not None:
             notes.append(f"the minimum base is not computed: {why_not}")
-        groups.append(_bound(rope, kind, len(layers), reach, minimum_base and why_not is None))
+        groups.append(_bound(rope, group.kind, len(layers), reach, minimum_base and why_not is None))
     if not any(group.rope_type for group in groups):
         raise NoRopeError(config, "none of its layers is an attention layer with RoPE")
     return RopeReport(source.name, claimed, claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
