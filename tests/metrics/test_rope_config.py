@@ -230,7 +230,9 @@ def test_rules_and_lists_are_those_of_the_modeling_code():
         if rope_layers.defines(configs[name], setting)
     }
     windowed = derived.pop("window") - {"blt", "blt_local_decoder", "moonshine_streaming"}
-    assert defined - windowed <= set(rope_layers.WINDOW_UNUSED) and windowed == defined - set(rope_layers.WINDOW_UNUSED)
+    assert defined - windowed <= set(rope_layers.WINDOW_UNUSED) and windowed == defined - set(
+        rope_layers.WINDOW_UNUSED
+    )
     for name, types in derived.items():
         listed = getattr(rope_config if name == "NTK_ALPHA" else rope_layers, name)
         assert types == set(listed) & shipped, name

@@ -1,4 +1,4 @@
-"""How far each layer attends: the report against the masks of tiny models, and the spellings of unknown model types."""
+"""How far each layer attends: the report against the masks of tiny models, and spellings of unknown model types."""
 
 import pytest
 import torch
@@ -127,7 +127,9 @@ def spelled(*windowed, reach=127, **fields):
         spelled(1, 3, layer_types=["full_attention", "swa"] * 2 + ["global"] * 5),
         spelled(1, 2, 3, 5, 6, 7, sliding_window=[None, 128, 128, 128]),
         spelled(2, 3, swa_layers=[2, 3], sliding_window=None, sliding_window_list=[128, 128]),
-        spelled(0, 1, reach=63, layer_types=["chunked_attention"] * 2 + ["full_attention"] * 6, attention_chunk_size=64),
+        spelled(
+            0, 1, reach=63, layer_types=["chunked_attention"] * 2 + ["full_attention"] * 6, attention_chunk_size=64
+        ),
         spelled(attention_chunk_size=64, sliding_window=None),
         spelled(sliding_window=-1, layer_types=["full_attention"] * 8),
         spelled(0, 7, compress_ratios=[0, 4, 128, 4, 128, 4, 128, 0, 0]),
@@ -144,9 +146,15 @@ def test_layers_with_a_window_in_every_spelling(fields, expected):
 @pytest.mark.parametrize(
     "fields, note",
     [
-        ({"sliding_window": 4096}, "sets sliding_window = 4096, but not the layers that use it; we assume full attention"),
+        (
+            {"sliding_window": 4096},
+            "sets sliding_window = 4096, but not the layers that use it; we assume full attention",
+        ),
         ({"window_size": 4096, "swa_every": 2}, "sets window_size = 4096, but not the layers that use it"),
-        ({"layer_types": ["sliding_attention"] * 8}, "does not set the window of sliding_attention layers; we assume full"),
+        (
+            {"layer_types": ["sliding_attention"] * 8},
+            "does not set the window of sliding_attention layers; we assume full",
+        ),
         ({"sliding_window_stride": 4}, "not read: sliding_window_stride"),
         ({"swa_head_dim": 64}, "not read: swa_head_dim"),
     ],
@@ -207,7 +215,7 @@ V4 = {
 
 
 def test_deepseek_v4_under_another_name():
-    """Layers with compressed keys reach the whole context with a scaled base of their own; layers of ratio 0 do not."""
+    """Layers with compressed keys reach the whole context with a scaled base of their own; others do not."""
     known, other = (
         rope_report({**V4, "model_type": kind}, minimum_base=False) for kind in ("deepseek_v4", "deepseek_ref")
     )

@@ -1,6 +1,5 @@
 """Extension of the context by a larger RoPE base."""
 
-import math
 import sys
 from typing import Any
 
@@ -73,9 +72,14 @@ def extend_rope(config, args: Any) -> str:
             "already suffices for this context. Give a larger --max_length, or --recipe lora."
         )
     bound = rope_base_bound(context - 1, head_dim)
-    base = bound.settled_base or bound.base
-    unit = 10.0 ** (math.floor(math.log10(base)) - 1)  # two digits
-    rope["rope_theta"], config.max_position_embeddings = math.ceil(base / unit) * unit, context
+    rope["rope_theta"], config.max_position_embeddings = bound.two_digit_base, context
+    if bound.settled_base is not None:  # larger bases also satisfy the bound, but rounding can leave this range
+        settled = float(f"{bound.settled_base * 1.05:.1e}")
+        if (
+            settled >= bound.settled_base
+            and rope_context_bound(base=settled, head_dim=head_dim, limit=context - 1) is None
+        ):
+            rope["rope_theta"] = settled
     return (
         f"RoPE base: {old:g} (reaches {reach} tokens) -> {rope['rope_theta']:g}; {context} tokens need at least "
         f"{bound.base:.0f}"
