@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jinja2 import UndefinedError
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -54,7 +55,10 @@ def check_text_files(folder: Path, values: dict[str, dict], embeddings: int | No
                 "remove its files."
             ) from error
         template = tokenizer.chat_template
-        templates += template.values() if isinstance(template, dict) else [template]
+        named = template if isinstance(template, dict) else {"default": template}
+        templates += named.values()
+        if isinstance(named.get("default"), str):
+            check_rendering(folder, tokenizer)
         placeholders = {str(tokenizer.special_tokens_map.get(name)) for name in PLACEHOLDERS}
         for token, number in tokenizer.get_vocab().items():
             if token not in placeholders:
@@ -67,6 +71,22 @@ def check_text_files(folder: Path, values: dict[str, dict], embeddings: int | No
             raise ValueError(
                 f"a chat template in {folder} is not a valid jinja template ({error}). Correct it."
             ) from error
+
+
+def check_rendering(folder: Path, tokenizer: Any) -> None:
+    """Raise ValueError if a chat template cannot render a user's turn, as text or as a list of parts.
+
+    Other errors are allowed: a template may require other turns.
+    """
+    for content in ("Hi", [{"type": "text", "text": "Hi"}]):
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+            return
+        except UndefinedError as error:
+            reason = error
+        except Exception:  # also from raise_exception() of a template, and from a template that does not parse
+            return
+    raise ValueError(f"the chat template in {folder} cannot render a user's turn ({reason}). Correct it.")
 
 
 def flatten(ids: Any) -> Iterator[Any]:
