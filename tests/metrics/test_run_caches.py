@@ -83,6 +83,13 @@ class KeepFirst:
                 hook.remove()
 
 
+class FirstLayer(KeepFirst):
+    """It compresses one layer only."""
+
+    def forward_hook(self, module, inputs, arguments, output):
+        return output if module.layer_idx else super().forward_hook(module, inputs, arguments, output)
+
+
 class Masking(KeepFirst):
     """Like AdaKV: it does not drop keys, but masks them."""
 
@@ -315,6 +322,11 @@ def test_a_press_that_does_not_act_is_an_error():
     curve_error(UnsupportedInput, "KeepFirst did not drop any keys from a context of 21 tokens", KeepFirst(1))
     curve_error(ValueError, "a press must drop keys, but Masking only masks them", Masking(0.5))
     assert not any(getattr(module, "masked_key_indices", None) for module in MODEL.modules())
+    curve_error(ValueError, r"the same number of keys in all layers, got \[3, 10\]", FirstLayer(0.34))
+    rotating = KeepFirst(0.5)
+    rotating.rerotate_keys = True
+    with pytest.raises(ValueError, match="KeepFirst rotates keys to other positions"):
+        LocalReader(MODEL, rotating)
 
 
 def test_a_length_that_a_press_does_not_support_is_missing():
@@ -336,7 +348,12 @@ def test_models_that_do_not_support_a_cache_are_refused():
     memory = HMTWrapper.from_backbone(tiny_llama(), HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4))
     curve_error(ValueError, continues, "window:9", memory.eval())
     mistral = build("mistral", **SMALL, sliding_window=4, num_key_value_heads=2)
-    curve_error(ValueError, "need a layer with full attention, but MistralForCausalLM has none", "window:8", mistral)
+    curve_error(
+        ValueError,
+        "need a DynamicLayer in the cache, but MistralForCausalLM has DynamicSlidingWindowLayer",
+        "window:8",
+        mistral,
+    )
     curve_error(ValueError, "must return the number of tokens that it has seen, got 9 after 10", uncounted)
     with pytest.raises(ValueError, match="must return the number of tokens that it has seen, got 19 after 20"):
         position_loss(LocalReader(MODEL, uncounted), CORPUS, context_length=20)
