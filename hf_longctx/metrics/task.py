@@ -459,12 +459,6 @@ class TaskResult(Result):
     def measured(self) -> bool:
         return bool(self.scores)
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        asked = self.settings.get("ignored_cache")
-        note = f"Measured with the full cache, although the generation config asks for another cache ({asked})."
-        return () if asked is None else (note,)
-
     def summary(self) -> str:
         return self.with_gaps(self.in_words() if self.scores else "nothing measured")
 

@@ -248,6 +248,10 @@ class FinetuneConfig(RunConfig):
     decay_time: float | None = option(
         None, "fox-from-llama: the new gates' decay time, in tokens (default: 1e5 contexts of the model)"
     )
+    keep: float = option(0.25, "windows: share of the key/value cache to keep in a context of `keep_context` tokens")
+    keep_context: int | None = option(
+        None, "windows: length of this context, in tokens (default: the model's context)"
+    )
     gate_lr_ratio: float = option(1.0, "Learning rate of forget gates as a multiple of `learning_rate`")
     lr_decay_every: int | None = option(None, "Multiply the learning rate by 0.7 every N steps (HMT, section 4)")
 

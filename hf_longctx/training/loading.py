@@ -22,7 +22,8 @@ def read_config(name: str) -> Any:
 
 def base_dtype(args: Any, config: Any) -> torch.dtype:
     """Return the dtype in which to load the weights. Trained weights are cast to float32 afterwards."""
-    if not args.use_peft or args.dtype == "float32":
+    is_frozen = args.use_peft or args.get_recipe().frozen
+    if not is_frozen or args.dtype == "float32":
         return torch.float32
     is_half = config.dtype in (torch.bfloat16, torch.float16)
     return torch.bfloat16 if args.dtype == "bfloat16" or (args.bf16 and is_half) else torch.float32

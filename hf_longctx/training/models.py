@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..fox.modeling_fox import FoxForCausalLM
 from ..hmt import HMTWrapper
 from ..metrics.run.engine import check_causal
+from ..windows.learning import WindowLearner
 from .config import PRESETS, FinetuneConfig, PretrainConfig, RunConfig, nearest
 from .loading import base_dtype, read_config
 
@@ -70,8 +71,9 @@ def make_model(args: RunConfig, config: Any) -> Any:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     else:
         model = args.get_recipe().load(args, config)
-    # FoX and HMT are causal. A FoX separates documents, and an HMT must read across document boundaries.
-    if not isinstance(model, FoxForCausalLM | HMTWrapper):
+    # FoX and HMT are causal, and windows require causal attention. A FoX separates documents. An HMT must read across
+    # document boundaries, and sequences from which windows are learned are one document.
+    if not isinstance(model, FoxForCausalLM | HMTWrapper | WindowLearner):
         check_sequences(model, args.packing)
     attention = args.attn_implementation
     if attention is None and config.model_type == "fox" and torch.cuda.is_available():

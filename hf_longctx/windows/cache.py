@@ -1,6 +1,5 @@
 """A cache that stores only the keys inside the windows of each head."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,8 +64,6 @@ class WindowLayer(DynamicLayer):
     `update` only counts the new tokens. The attention function stores them by `extend`, because its mask tells which
     tokens are padding. After `activate_past_recording`, new tokens stay in a tail until the next `crop`.
     """
-
-    exact_block = math.inf  # for the metrics: any number of tokens per call gives the same logits
 
     def __init__(self, windows: LayerWindows, is_first: bool):
         super().__init__()

@@ -21,12 +21,14 @@ class Recipe:
         options: names of the settings that only this recipe reads. Other recipes do not accept them.
         changes_base: whether the base is another model than the checkpoint in `--model`. RUN/model then contains the
             whole model, and an adapter does not name the checkpoint as its base.
+        frozen: whether no weight of the checkpoint is trained, even without LoRA. The weights are then in `dtype`.
         trainer: a subclass of `LongContextTrainer`. It may change the loss, the sequences and what is saved.
     """
 
     defaults = ""
     options: tuple[str, ...] = ()
     changes_base = False
+    frozen = False
     trainer = LongContextTrainer
 
     def config(self, args: Any, base: Any) -> Any:
@@ -52,6 +54,9 @@ class Recipe:
     def modules_to_save(self, model: Any) -> list[str]:
         """Return the names of modules that are trained in full, alongside LoRA. They are the last parts of paths."""
         return []
+
+    def finish(self, args: Any, model: Any, tokenizer: Any) -> None:
+        """Report on the trained model, after it has been saved. Only the main process calls this."""
 
 
 def register_recipe(name: str) -> Callable[[RecipeClass], RecipeClass]:

@@ -1,0 +1,125 @@
+"""Learning of a window per key head, for a smaller key/value cache."""
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, TrainerCallback
+
+from ...corpus import load_tokens
+from ...metrics import LocalReader, forgetting_curve, line_retrieval, position_loss
+from ...windows.learning import WindowLearner
+from ...windows.sequences import WindowSequences
+from ..loading import check_length, load_base
+from ..trainer import LongContextTrainer
+from .recipe import Recipe, register_recipe
+
+
+START = 1.2  # share of the cache from which learning starts, as a multiple of the target
+START_SEQUENCES = 8  # sequences that choose the start
+# What the learned windows retain is measured on held-out text
+COPIED, COPIES = 1000, 4  # tokens of a passage to copy, and number of passages
+LINES, RECORDS = 10, 10  # lines of a record, and number of records
+
+
+class WindowTrainer(LongContextTrainer):
+    """Train a `WindowLearner` on sequences that repeat passages and records."""
+
+    def __init__(self, model: Any, args: Any, train_dataset: Any, callbacks: list[Any], **kwargs: Any):
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+        steps = args.max_steps if args.max_steps > 0 else len(train_dataset) // args.sequences_per_step
+        size = START_SEQUENCES + steps * args.sequences_per_step
+        sequences = WindowSequences(train_dataset, tokenizer, size, args.data_seed)
+        start = [sequences[i] for i in range(START_SEQUENCES)]
+        rest = torch.utils.data.Subset(sequences, range(START_SEQUENCES, size))
+        callbacks = [*callbacks, WindowCallback(start)]
+        super().__init__(model=model, args=args, train_dataset=rest, callbacks=callbacks, **kwargs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        output = model(**inputs)
+        return (output["loss"], output) if return_outputs else output["loss"]
+
+    def log(self, logs, *args, **kwargs):
+        """Log the share of the cache and its price with each loss."""
+        if "loss" in logs:
+            learner = self.accelerator.unwrap_model(self.model)
+            logs |= {"share": round(learner.share(learner.log2_windows), 4), "price": round(learner.price.item(), 4)}
+        super().log(logs, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+        """Save the state of the learner in a checkpoint, and `head_windows.json` at the end of the run."""
+        if _internal_call:
+            super().save_model(output_dir, _internal_call)
+        elif self.is_world_process_zero():
+            learner = self.accelerator.unwrap_model(self.model)
+            learner.windows(learner.result()).save_pretrained(output_dir or self.args.output_dir)
+
+
+class WindowCallback(TrainerCallback):
+    """Choose the windows from which learning starts, and change the price after each step."""
+
+    def __init__(self, start: list[dict[str, torch.Tensor]]):
+        self.start = start
+
+    def on_train_begin(self, args, state, control, model: Any = None, **kwargs):
+        if state.global_step == 0:
+            print(f"choosing the first windows on {len(self.start)} sequences", file=sys.stderr)
+            model.start(self.start, share=min(START * model.keep, 1.0))
+
+    def on_step_end(self, args, state, control, model: Any = None, **kwargs):
+        model.end_step()
+
+
+@register_recipe("windows")
+class Windows(Recipe):
+    """Learn which key heads may forget: a window for each key head of a frozen model, for a smaller cache.
+
+    RUN/model contains `head_windows.json`. All values are ours.
+    """
+
+    defaults = """
+data: stdlib
+max_length: 2048
+use_peft: false
+learning_rate: 0.12
+adam_beta1: 0.9
+adam_beta2: 0.98
+max_grad_norm: 0
+max_steps: 24
+save_steps: 4
+"""
+    options = ("keep", "keep_context")
+    frozen = True
+    trainer = WindowTrainer
+
+    def load(self, args, config):
+        """Load the frozen model, and add learnable windows."""
+        for name, value in (("use_peft", False), ("packing", True), ("attn_implementation", None)):
+            if getattr(args, name) != value:
+                raise ValueError(
+                    f"`{name}` must be {value} for the recipe windows, got {getattr(args, name)}. Remove it."
+                )
+        model = load_base(args, config)
+        check_length(model, args.max_length)
+        context = args.keep_context or getattr(model.config, "max_position_embeddings", None) or args.max_length
+        return WindowLearner(model.eval(), args.max_length, args.keep, context)
+
+    def finish(self, args, model, tokenizer):
+        """Print what the windows cost on held-out text."""
+        learned, context = model.result(), model.context
+        windows, share, model = model.windows(learned), model.share(learned), model.release()
+        tokens = load_tokens(tokenizer, args.eval_data or "stdlib").tokens
+        copied = min(COPIED, args.max_length // 2 - 2, len(tokens) // COPIES)
+        found = []
+        for cache in ("full", windows):
+            reader = LocalReader(model, cache=cache)
+            curve = forgetting_curve(reader, tokens, lengths=[copied], repeats=COPIES)
+            loss = position_loss(reader, tokens, context_length=min(args.max_length, len(tokens) - 1), sequences=1)
+            records = line_retrieval(reader, tokenizer, lines=[LINES], repeats=RECORDS, replies=False)
+            found.append((curve.points[0].copy_mean, loss.perplexity[-1], np.mean([*records.rates().values()])))
+        full, kept = found
+        print(
+            f"cache {share:.0%} at {context:,} tokens; copies {copied:,} tokens at {kept[0]:.0%} (model: "
+            f"{full[0]:.0%}), perplexity {kept[1] / full[1] - 1:+.1%}, lines {kept[2]:.0%} ({full[2]:.0%})"
+        )

@@ -1,0 +1,231 @@
+"""Learn a window for each key head of a frozen model.
+
+The forward pass uses windows as a cache does: a head keeps its first `sinks` keys and its last `window` keys. The loss
+is the Kullback-Leibler divergence of the model without windows and the model with windows, plus a price on the share
+of the cache that the windows keep. The price rises while the share is above its target (dual ascent).
+
+The windows of a head are 2^4, 2^5, ..., and all keys. The parameter is the base-2 logarithm of the window. Between two
+windows, the loss and the price are interpolated linearly: the keys that only the larger window keeps get a weight. The
+forward pass rounds this weight to 0 or 1, and its gradient passes through the rounding (a straight-through estimate).
+This requires the effect of each dropped key, which `distance_attention` computes.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, ModuleUtilsMixin
+
+from .distance_attention import distance_attention
+from .head_windows import HeadWindows
+from .layers import attention_layers, key_heads
+
+
+SMALLEST = 4  # log2 of the smallest window
+AVERAGE = 0.2  # weight of a step in the moving average of the windows
+DUAL_RATE = 0.2  # relative change of the price if the share is twice its target
+PRICE, PRICES = 0.1, (1e-3, 5.0)  # price at the start, and its range
+NAME = "head_windows_learning"
+
+
+def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """Attend with the weights of distances that `WindowLearner` sets, or as SDPA if it sets none."""
+    weights = module.distance_weights
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError(
+            "windows cannot be learned for a model whose attention has sink logits, such as gpt-oss."
+        )
+    if weights is None:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = distance_attention(query, key, value, weights, sinks=module.distance_sinks, scale=scale)
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+class WindowLearner(nn.Module, ModuleUtilsMixin):
+    """A frozen model with learnable windows. Its state dict contains the windows and their price only.
+
+    Args:
+        model: a causal language model. Its attention implementation is replaced until `release` is called.
+        length: T, tokens of a training sequence, a power of two. Windows are shorter, or are all keys.
+        keep: target share of the cache, above 0 and below 1.
+        context: number of tokens at which the cache has this share, at least T.
+        sinks: number of first tokens that every head keeps.
+
+    Raises:
+        ValueError: an argument is not as above.
+        NotImplementedError: head windows do not support the model's attention.
+    """
+
+    def __init__(self, model: Any, length: int, keep: float, context: int, sinks: int = 4):
+        super().__init__()
+        self.layers = attention_layers(model)
+        if length != 2 ** round(math.log2(length)) or length < 2 ** (SMALLEST + 2):
+            raise ValueError(f"`length` must be a power of two of at least {2 ** (SMALLEST + 2)}, got {length}.")
+        if not 0 < keep < 1:
+            raise ValueError(f"`keep` must be above 0 and below 1, got {keep}.")
+        if context < length:
+            raise ValueError(
+                f"`context` must be at least the length of the training sequences, {length}, got {context}."
+            )
+        model.requires_grad_(False)
+        self.before = model.config._attn_implementation
+        model.set_attn_implementation(NAME)
+        self.model, self.config = model, model.config
+        self.length, self.keep, self.context, self.sinks = length, keep, context, sinks
+        # a layer with a sliding window of its own keeps that window
+        self.sliding = [getattr(layer, "sliding_window", None) for layer in self.layers]
+        learned = [index for index, window in enumerate(self.sliding) if window is None]
+        if not learned:
+            raise NotImplementedError("`model` must have layers with full attention; all of its layers have windows.")
+        self.learned = learned
+        self.open = float(round(math.log2(length)))  # log2 of a window that is all keys
+        heads = key_heads(self.layers[0])
+        device = next(model.parameters()).device
+        self.log2_windows = nn.Parameter(torch.full((len(learned), heads), self.open, device=device))
+        self.register_buffer("average", self.log2_windows.detach().clone())
+        self.register_buffer("price", torch.tensor(PRICE, device=device))
+        for layer in self.layers:
+            layer.distance_weights, layer.distance_sinks = None, sinks
+        smallest = self.share(torch.full_like(self.average, SMALLEST))
+        if keep < smallest:
+            raise ValueError(
+                f"`keep` must be at least {smallest:.2f} for this model, got {keep}: the layers that have sliding windows "
+                f"of their own, and windows of {2**SMALLEST} tokens in all other layers, need this share."
+            )
+
+    def train(self, mode: bool = True) -> "WindowLearner":
+        """Do nothing: the model stays in evaluation mode, without dropout."""
+        return self
+
+    def release(self) -> Any:
+        """Restore the model's attention implementation, and return the model."""
+        self.model.set_attn_implementation(self.before)
+        return self.model
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the windows and their price. The model is not saved, because it does not change."""
+        prefix = kwargs.get("prefix", "")
+        names = ("log2_windows", "average", "price")
+        return {prefix + name: getattr(self, name).detach() for name in names}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load windows and their price."""
+        for name, value in state_dict.items():
+            getattr(self, name).data.copy_(value)
+        return torch.nn.modules.module._IncompatibleKeys([], [])
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the loss.
+
+        Args:
+            input_ids: (B, T), documents without padding.
+            labels: (B, T), -100 where the token's distribution is not compared.
+        """
+        scored = labels[:, 1:] != -100
+        positions = scored.any(0).nonzero()[:, 0]
+        with torch.no_grad():
+            expected = self.log_probs(input_ids, positions)
+        found = self.log_probs(input_ids, positions, self.weights())
+        divergence = (expected.exp() * (expected - found)).sum(-1)[scored[:, positions]].mean()
+        return {"loss": divergence + self.price * self.interpolated_share(), "divergence": divergence.detach()}
+
+    def log_probs(self, input_ids: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the log-probabilities at some positions, (B, n, V) float32, of the model with windows or without."""
+        for index, layer in enumerate(self.learned):
+            self.layers[layer].distance_weights = None if weights is None else weights[index]
+        logits = self.model(input_ids, logits_to_keep=positions, use_cache=False).logits
+        return F.log_softmax(logits.float(), -1)
+
+    def weights(self) -> Tensor:
+        """Return the weight of each distance, (layers, Hkv, T): 0 or 1, with the gradient of the interpolation."""
+        distance = torch.arange(self.length, device=self.log2_windows.device)
+        size = self.log2_windows[..., None]
+        hard = (distance < 2 ** size.detach().round()).float()
+        smooth = (size - distance.clamp(min=1).log2().floor()).clamp(0, 1)
+        return hard + smooth - smooth.detach()
+
+    def shares(self, log2_windows: Tensor) -> Tensor:
+        """Return the share of the context that windows keep in each head. These windows are integers."""
+        kept = torch.where(log2_windows >= self.open, float(self.context), 2**log2_windows + self.sinks)
+        return kept / self.context
+
+    def share(self, log2_windows: Tensor) -> float:
+        """Return the share of the model's cache that rounded windows keep in the context."""
+        heads = self.log2_windows.shape[1]
+        own = [heads * min(window or self.context, self.context) / self.context for window in self.sliding]
+        kept = self.shares(log2_windows.round().clamp(SMALLEST, self.open)).sum().item()
+        return (kept + sum(own) - self.log2_windows.numel()) / sum(own)
+
+    def interpolated_share(self) -> Tensor:
+        """Return the mean share of all learned heads, interpolated between two windows."""
+        below = self.log2_windows.detach().floor().clamp(SMALLEST, self.open - 1)
+        low, high = self.shares(below), self.shares(below + 1)
+        return (low + (self.log2_windows - below) * (high - low)).mean()
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Average the windows and change the price, after a step of the optimizer."""
+        self.log2_windows.clamp_(SMALLEST, self.open)
+        self.average.lerp_(self.log2_windows, AVERAGE)
+        share = self.share(self.log2_windows)
+        self.price.mul_(math.exp(DUAL_RATE * (share / self.keep - 1))).clamp_(*PRICES)
+
+    @torch.no_grad()
+    def result(self) -> Tensor:
+        """Return the averages, scaled by one factor so that the share is at most its target."""
+        low, high = -self.open, self.open
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.share(self.average + middle) > self.keep else (middle, high)
+        return self.average + low
+
+    def windows(self, log2_windows: Tensor) -> HeadWindows:
+        """Return the windows of all layers for the logarithms of those of the learned layers, (layers, Hkv)."""
+        sizes = log2_windows.round().clamp(SMALLEST, self.open).long().cpu()
+        windows = torch.full((len(self.layers), sizes.shape[1]), -1)
+        windows[self.learned] = torch.where(sizes >= self.open, -1, 2**sizes)
+        return HeadWindows(windows, sinks=self.sinks)
+
+    def start(self, sequences: Iterable[dict[str, Tensor]], share: float) -> None:
+        """Choose the windows from which learning starts, by the Fisher information of each distance.
+
+        Dropping all keys of a head from distance d on changes the log-likelihood of a token that the model samples by
+        about g, the sum of their effects. The divergence is then about the mean of g^2 / 2. We choose the windows with
+        the smallest total divergence among those that keep `share` of the cache.
+        """
+        sizes = torch.arange(SMALLEST, self.open + 1)
+        costs = torch.zeros(*self.log2_windows.shape, len(sizes))
+        count = 0
+        for sequence in sequences:
+            weights = torch.ones(*self.log2_windows.shape, self.length, device=self.log2_windows.device)
+            positions = (sequence["labels"][1:] != -100).nonzero()[:, 0]
+            log_probs = self.log_probs(sequence["input_ids"][None], positions, weights.requires_grad_())[0]
+            generator = torch.Generator().manual_seed(count)
+            sampled = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(log_probs.device)
+            (gradient,) = torch.autograd.grad(log_probs.gather(-1, sampled).sum(), weights)
+            dropped = gradient.flip(-1).cumsum(-1).flip(-1).cpu()  # effect of dropping all keys from this distance on
+            costs[..., :-1] += dropped[..., (2 ** sizes[:-1]).long()].square() / 2 / len(positions)
+            count += 1
+        costs = costs.flip(-1).cummax(-1).values.flip(-1)  # a shorter window costs at least as much
+        shares = self.shares(sizes)
+        low, high = -40.0, 20.0  # log of the price of a head's share
+        for _ in range(60):
+            middle = (low + high) / 2
+            chosen = sizes[(costs / count + math.exp(middle) * shares).argmin(-1)]
+            low, high = (middle, high) if self.share(chosen) > share else (low, middle)
+        with torch.no_grad():
+            self.log2_windows.copy_(sizes[(costs / count + math.exp(high) * shares).argmin(-1)])
+            self.average.copy_(self.log2_windows)
+
+
+__all__ = ["WindowLearner"]

@@ -1,0 +1,139 @@
+"""Training sequences for head windows: their ends repeat a passage and records that the model has read before.
+
+A model rarely needs distant tokens to predict ordinary text, so text alone would close the windows of the heads that
+retrieve.
+"""
+
+import math
+import random
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+
+SHORTEST = 32  # tokens of the repeated passage; its length is log-uniform up to a third of the sequence
+RECORDS, REPEATED = 8, 4  # number of records in a sequence, and of those that its end repeats
+SCORED = 1 / 4  # share of the positions whose distributions are compared; half of them are at the repeated tokens
+# Formats of a record. A name and a number are different in each record.
+FORMATS = "\nThe code of {} is {}.\n", "\nline {}: REGISTER_CONTENT is <{}>\n", "\n{} = {}\n"
+NAMES = [
+    "apple",
+    "amber",
+    "arrow",
+    "basin",
+    "birch",
+    "canyon",
+    "cedar",
+    "cloud",
+    "copper",
+    "coral",
+    "crane",
+    "delta",
+    "ember",
+    "falcon",
+    "field",
+    "forest",
+    "garden",
+    "harbor",
+    "island",
+    "ivory",
+    "jasper",
+    "lantern",
+    "lotus",
+    "maple",
+    "marble",
+    "meadow",
+    "mirror",
+    "mountain",
+    "ocean",
+    "olive",
+    "orchard",
+    "pearl",
+    "pepper",
+    "prairie",
+    "quartz",
+    "raven",
+    "ribbon",
+    "river",
+    "saddle",
+    "silver",
+    "spruce",
+    "stone",
+    "summit",
+    "thunder",
+    "tiger",
+    "timber",
+    "valley",
+    "velvet",
+    "violet",
+    "walnut",
+    "willow",
+]
+
+
+class WindowSequences(Dataset):
+    """Sequences from which windows are learned. An item depends only on its index and on the seed.
+
+    Args:
+        texts: dataset of tokenized text. Its items are dicts with "input_ids", (T,) int64.
+        tokenizer: a transformers tokenizer, for the records and the BOS.
+        size: number of sequences.
+        seed: seed of all sequences.
+
+    Items are dicts of "input_ids" and "labels", (T,) int64. Labels are -100 where distributions are not compared.
+
+    Raises:
+        ValueError: the sequences are too short.
+    """
+
+    def __init__(self, texts: Any, tokenizer: Any, size: int, seed: int = 0):
+        self.texts, self.tokenizer, self.size, self.seed = texts, tokenizer, size, seed
+        self.length = len(texts[0]["input_ids"])
+        self.bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        rng = random.Random(f"{self.seed} {index}")
+        records = self._records(rng)
+        repeated = rng.sample(records, REPEATED)
+        room = self.length - len(self.bos) - sum(map(len, records + repeated))
+        if room < 4 * SHORTEST:
+            raise ValueError(
+                f"Sequences must have at least {self.length - room + 4 * SHORTEST} tokens, got {self.length}. Their "
+                "records would not leave room for text. Give a larger max_length."
+            )
+        passage = self._text(rng, int(math.exp(rng.uniform(math.log(SHORTEST), math.log(room // 3)))))
+        again = [passage, *repeated]
+        parts = [passage, *records]
+        rng.shuffle(again)
+        rng.shuffle(parts)
+        end = [token for part in again for token in part]
+        rest = room - 2 * len(passage)
+        cuts = sorted(rng.randrange(rest + 1) for _ in parts)
+        ids = list(self.bos)
+        for part, begin, stop in zip([*parts, []], [0, *cuts], [*cuts, rest]):
+            ids += self._text(rng, stop - begin) + part
+        ids = torch.tensor(ids + end)
+        count, first = int(SCORED * self.length) // 2, self.length - len(end)
+        scored = rng.sample(range(first, self.length), min(len(end), count)) + rng.sample(range(1, first), count)
+        labels = torch.full_like(ids, -100)
+        labels[scored] = ids[scored]
+        return {"input_ids": ids, "labels": labels}
+
+    def _text(self, rng: random.Random, count: int) -> list[int]:
+        begin = rng.randrange(self.length - count + 1)
+        return self.texts[rng.randrange(len(self.texts))]["input_ids"][begin : begin + count].tolist()
+
+    def _records(self, rng: random.Random) -> list[list[int]]:
+        """Return records of random names and numbers, as token ids."""
+        names = [f"{a} {b}" for a, b in zip(rng.sample(NAMES, RECORDS), rng.sample(NAMES, RECORDS))]
+        texts = [rng.choice(FORMATS).format(name, rng.randrange(10**4, 10**5)) for name in names]
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+__all__ = ["WindowSequences"]

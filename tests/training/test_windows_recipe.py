@@ -1,0 +1,107 @@
+"""The recipe windows: it learns, resumes, writes head_windows.json, and prints what the windows cost."""
+
+import re
+import signal
+
+import pytest
+import torch
+from demo_model import DEMO, VOCABULARY
+
+
+pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
+
+from faults import log, losses, make
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_longctx.training.run import train
+from hf_longctx.training.trainer import LongContextTrainer
+from hf_longctx.windows import HeadWindows
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
+    return folder
+
+
+def values(llama, output, **changes):
+    sizes = dict(max_length=512, max_steps=4, save_steps=1, save_total_limit=9, keep=0.4)
+    return {"recipe": "windows", "model": str(llama), "output_dir": str(output), **sizes, **changes}
+
+
+@pytest.fixture(scope="module")
+def finished(llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(make(values(llama, folder)))
+    return folder
+
+
+def test_the_run_writes_windows_that_keep_the_share_of_the_cache(finished, llama, capsys):
+    windows = HeadWindows.from_pretrained(finished / "model")
+    assert 0.2 < windows.share(1024) <= 0.4
+    assert not list((finished / "model").glob("*.safetensors")), "the model itself is not copied"
+    windows.apply(LlamaForCausalLM.from_pretrained(llama))
+    checkpoint = finished / "checkpoint-4" / "model.safetensors"
+    assert checkpoint.stat().st_size < 1000, "a checkpoint contains the windows only"
+
+
+def test_the_run_prints_what_the_windows_cost(finished, llama, tmp_path, capsys):
+    train(make(values(llama, tmp_path, max_steps=1)))
+    printed = capsys.readouterr().out
+    assert re.fullmatch(
+        r"cache \d\d % at 1,024 tokens; copies 254 tokens at \d+ % \(model: \d+ %\), perplexity [+-][\d.,]+ %, "
+        r"lines \d+ % \(\d+ %\)\n",
+        printed.replace("%", " %").replace("  %", " %"),
+    ), printed
+
+
+def test_a_stopped_run_resumes_with_the_losses_of_an_uninterrupted_one(finished, llama, tmp_path, monkeypatch):
+    step = LongContextTrainer.training_step
+
+    def terminated(self, *args, **kwargs):
+        if self.state.global_step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(LongContextTrainer, "training_step", terminated)
+    assert train(make(values(llama, tmp_path))) == signal.SIGTERM
+    monkeypatch.undo()
+    assert len(losses(tmp_path)) == 2
+    train(make(values(llama, tmp_path)))
+    assert log(tmp_path) == log(finished)
+    assert HeadWindows.from_pretrained(tmp_path / "model") == HeadWindows.from_pretrained(finished / "model")
+
+
+def test_a_finished_run_with_another_share_is_an_error(finished, llama):
+    with pytest.raises(ValueError, match="keep"):
+        train(make(values(llama, finished, keep=0.3)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_peft": True}, "`use_peft` must be False for the recipe windows"),
+        ({"packing": False}, "`packing` must be True for the recipe windows"),
+        ({"attn_implementation": "sdpa"}, "`attn_implementation` must be None for the recipe windows"),
+        ({"max_length": 500}, "must be a power of two"),
+        ({"keep_context": 256}, "must be at least the length of the training sequences"),
+        ({"keep": 0.001}, "`keep` must be at least"),
+        ({"recipe": "lora", "data": "stdlib"}, "`keep` requires `recipe`='windows'"),
+    ],
+)
+def test_wrong_settings_are_errors(changes, message, llama, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train(make(values(llama, tmp_path, **changes)))

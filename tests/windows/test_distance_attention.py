@@ -1,0 +1,54 @@
+"""Attention with weights of distances equals its definition, forward and backward."""
+
+import pytest
+import torch
+
+from hf_longctx.windows.distance_attention import BLOCK, by_distance, distance_attention
+
+
+def definition(q, k, v, weights, sinks, scale):
+    """Compute the formula of the module docstring with dense matrices."""
+    i = torch.arange(q.shape[2])
+    distance = i[:, None] - i
+    w = torch.where(distance >= 0, weights[:, distance.clamp(min=0)], 0.0)
+    w = torch.where((i < sinks) & (distance >= 0), 1.0, w)
+    w, k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim) for x, dim in ((w, 0), (k, 1), (v, 1)))
+    s = scale * q @ k.mT
+    largest = s.masked_fill(w == 0, -torch.inf).amax(-1, keepdim=True)
+    p = w * torch.minimum(s, largest).exp()
+    return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@pytest.mark.parametrize("tokens", [1, 5, BLOCK, BLOCK + 1, 2 * BLOCK + 7])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_equals_the_definition(tokens, heads):
+    torch.manual_seed(tokens)
+    q, k, v = (torch.randn(2, h, tokens, 8, dtype=torch.float64) for h in (heads, 2, 2))
+    weights = torch.rand(2, tokens, dtype=torch.float64)
+    weights[:, 0] = 1
+    weights[0, 3:] = 0  # a window of head 0, and a gap of head 1
+    weights[1, 10:100] = 0
+    inputs = [x.requires_grad_() for x in (q, k, v, weights)]
+    found = distance_attention(*inputs, sinks=4, scale=0.3)
+    expected = definition(*inputs, sinks=4, scale=0.3)
+    assert torch.allclose(found, expected, atol=1e-5)
+    gradient = torch.randn_like(found)
+    for name, a, b in zip(
+        "qkvw", torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(expected, inputs, gradient)
+    ):
+        assert torch.allclose(a, b, atol=1e-4), name
+
+
+def test_a_dropped_key_with_a_huge_logit_is_dropped():
+    q = torch.ones(1, 1, 9, 4)
+    k, v = torch.zeros(1, 1, 9, 4), torch.randn(1, 1, 9, 4)
+    k[0, 0, 5] = 1e4
+    weights = torch.tensor([[1.0, 1.0, 0, 0, 0, 0, 0, 0, 0]])
+    found = distance_attention(q, k, v, weights, sinks=0, scale=1.0)
+    assert torch.allclose(found[0, 0, 8], v[0, 0, 7:].mean(0), atol=1e-6)
+
+
+def test_a_matrix_of_distances():
+    weights = torch.arange(1.0, 6.0)[None]
+    found = by_distance(weights, 2, 4)
+    assert found.tolist() == [[[3.0, 2.0, 1.0, 0.0], [4.0, 3.0, 2.0, 1.0]]]

@@ -1,0 +1,149 @@
+"""Learning of windows: the forward pass of a cache, the target share, the state, and the training sequences."""
+
+import pytest
+import torch
+from tiny_windows import make
+from transformers import AutoTokenizer
+
+from hf_longctx.windows import HeadWindows
+from hf_longctx.windows.learning import WindowLearner
+from hf_longctx.windows.sequences import WindowSequences
+
+
+LENGTH = 128
+
+
+def learner(family="llama", keep=0.5, context=256, **options):
+    return WindowLearner(make(family, torch.float32), LENGTH, keep=keep, context=context, **options)
+
+
+def batch(seed=0):
+    ids = torch.randint(3, 300, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, ::3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "granite", "olmo2"])
+def test_training_reads_with_the_windows_that_are_applied_later(family):
+    train = learner(family)
+    windows = torch.randint(4, 8, train.log2_windows.shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        train.log2_windows.copy_(windows + 0.3)
+        positions = torch.arange(LENGTH)
+        found = train.log_probs(batch()["input_ids"], positions, train.weights())
+    learned = train.windows(train.log2_windows)
+    assert {16, -1} <= {window for row in learned.windows for window in row}
+    model = train.release()
+    assert not torch.allclose(model(batch()["input_ids"]).logits.log_softmax(-1), found, atol=1e-2)
+    learned.apply(model)
+    with torch.no_grad():
+        expected = model(batch()["input_ids"]).logits.log_softmax(-1)
+    assert torch.allclose(found, expected, atol=1e-3)
+
+
+def test_open_windows_cost_nothing_and_the_price_closes_them():
+    train = learner(keep=0.3)
+    output = train(**batch())
+    assert output["divergence"] < 1e-6 and train.share(train.log2_windows) == 1
+    output["loss"].backward()
+    assert (train.log2_windows.grad > 0).all(), "the price makes windows smaller"
+    price = train.price.item()
+    train.end_step()
+    assert train.price > price, "the share is above its target"
+
+
+def test_the_gradient_opens_a_window_that_hides_what_the_model_needs():
+    train = learner(keep=0.3)
+    with torch.no_grad():
+        train.log2_windows.fill_(4.4)
+        train.price.fill_(0.0)
+    train(**batch())["loss"].backward()
+    assert train.log2_windows.grad.sum() < 0
+
+
+@pytest.mark.parametrize("keep", [0.2, 0.35, 0.6])
+def test_the_start_and_the_result_keep_the_target_share(keep):
+    train = learner(keep=keep, context=LENGTH)
+    train.start([{name: x[0] for name, x in batch(seed).items()} for seed in range(2)], share=keep)
+    assert keep - 0.2 < train.share(train.log2_windows) <= keep
+    with torch.no_grad():
+        train.average.uniform_(4, 7)
+    windows = train.windows(train.result())
+    assert keep - 0.2 < windows.share(LENGTH) <= keep
+    assert all(window == -1 or window.bit_count() == 1 for row in windows.windows for window in row)
+
+
+def test_the_start_keeps_the_heads_that_the_model_needs():
+    model = make("llama", torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:  # the values of three of four key heads are zero
+            layer.self_attn.v_proj.weight[layer.self_attn.head_dim :] = 0
+    train = WindowLearner(model, LENGTH, keep=0.5, context=LENGTH)
+    train.start([{name: x[0] for name, x in batch(seed).items()} for seed in range(2)], share=0.4)
+    assert (train.log2_windows[:, :1] > train.log2_windows[:, 1:]).all()
+
+
+def test_layers_with_sliding_windows_are_not_learned():
+    train = learner("gemma3")
+    assert train.log2_windows.shape == (1, 4)
+    assert [set(row) for row in train.windows(train.result()).windows][::2] == [{-1}, {-1}]
+    # 4 heads: two layers of 24 keys, and one of 256
+    with torch.no_grad():
+        train.log2_windows.fill_(5)
+    assert train.share(train.log2_windows) == pytest.approx((2 * 24 + 32 + 4) / (2 * 24 + 256))
+
+
+def test_the_state_contains_the_windows_only():
+    train, other = learner(), learner()
+    with torch.no_grad():
+        train.log2_windows.fill_(5.25)
+    train.end_step()
+    assert sum(x.numel() for x in train.state_dict().values()) < 50
+    other.load_state_dict(train.state_dict(), strict=False)
+    assert all(torch.equal(a, b) for a, b in zip(train.state_dict().values(), other.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 100}, "power of two"),
+        ({"keep": 1.0}, "`keep` must be above 0 and below 1"),
+        ({"context": 64}, "`context` must be at least"),
+        ({"keep": 0.05, "context": 128}, "`keep` must be at least 0.16"),
+    ],
+)
+def test_wrong_options_are_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        WindowLearner(make(), **{"length": LENGTH, "keep": 0.5, "context": 256, **options})
+
+
+def test_models_with_sink_logits_are_not_supported():
+    with pytest.raises(NotImplementedError, match="sink logits"):
+        learner("gpt-oss")(**batch())
+
+
+def test_sequences_repeat_a_passage_and_records():
+    tokenizer = AutoTokenizer.from_pretrained("model_cards/fox-demo")
+    rows = torch.arange(3, 4003).view(4, -1)
+    sequences = WindowSequences([{"input_ids": row} for row in rows], tokenizer, size=8)
+    for i in range(8):
+        ids, labels = sequences[i]["input_ids"], sequences[i]["labels"]
+        again = sequences[i]
+        assert torch.equal(ids, again["input_ids"]) and torch.equal(labels, again["labels"])
+        assert len(ids) == 1000 and ids[0] == tokenizer.bos_token_id and labels[0] == -100
+        scored = labels != -100
+        assert torch.equal(ids[scored], labels[scored]) and 150 < scored.sum() <= 250
+        words = tokenizer.decode(ids).split()
+        numbers = [word.strip("<>.") for word in words if word.strip("<>.").isdigit() and len(word.strip("<>.")) == 5]
+        assert sum(numbers.count(number) == 2 for number in set(numbers)) == 4, "four records are repeated"
+    assert not torch.equal(sequences[0]["input_ids"], sequences[1]["input_ids"])
+    with pytest.raises(ValueError, match="must have at least"):
+        WindowSequences([{"input_ids": row[:200]} for row in rows], tokenizer, size=1)[0]
+
+
+def test_learned_windows_are_saved_and_applied(tmp_path):
+    train = learner()
+    windows = train.windows(train.log2_windows)
+    windows.save_pretrained(tmp_path)
+    assert HeadWindows.from_pretrained(tmp_path) == windows
