@@ -245,27 +245,23 @@ def _read(path, source, part, column, conversations):
 
 
 def _json_rows(path):
-    """Yield the rows of a JSON file, which contains an array or lines, as they were written.
+    """Yield the rows of a JSON file as they were written: lines (.jsonl), or an array or several objects (.json).
 
     Arrow would add null fields and convert strings that look like dates.
     """
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
-        lines: Any = file
-        if path.name.lower().removesuffix(".gz").endswith(".json"):
-            text = file.read()
-            try:
-                rows = json.loads(text)
-            except json.JSONDecodeError:
-                lines = text.split("\n")
-            else:
-                yield from rows if isinstance(rows, list) else [rows]
-                return
-        for number, line in enumerate(lines, 1):
-            if line.strip():
+    decode = json.JSONDecoder().raw_decode
+    blank: Any = re.compile(r"\s*")  # matches everywhere
+    with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+        has_lines = path.name.lower().removesuffix(".gz").endswith(".jsonl")
+        for number, text in enumerate(file if has_lines else [file.read()], 1):
+            position = blank.match(text).end()
+            while position < len(text):
                 try:
-                    yield json.loads(line)
+                    rows, position = decode(text, position)
                 except json.JSONDecodeError as error:
-                    raise ValueError(f"line {number}: {error}") from error
+                    raise ValueError(f"line {number}: {error}" if has_lines else str(error)) from error
+                position = blank.match(text, position).end()
+                yield from rows if isinstance(rows, list) else [rows]
 
 
 def _without_added_nulls(value, feature):

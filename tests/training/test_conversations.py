@@ -1,5 +1,6 @@
 """The assistant's tokens are scored, and no others."""
 
+import gzip
 import json
 from itertools import groupby
 
@@ -439,9 +440,12 @@ def test_nulls_that_the_author_wrote_are_trained(tokenizer, tmp_path):
     rows[0]["messages"][1]["content"] = None
     (tmp_path / "calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "lines.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "objects.json").write_text("\n".join(json.dumps(row, indent=1) for row in rows))
+    (tmp_path / "array.JSON.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
     expected = [tokenizer.apply_chat_template(row["messages"], row["tools"], tokenize=False) for row in rows]
     assert all('"unit": null' in text and '"default": null' in text and "2024-01-01" in text for text in expected)
-    assert written(tmp_path / "calls.jsonl", tokenizer) == written(tmp_path / "lines.json", tokenizer) == expected
+    for file in tmp_path.iterdir():
+        assert written(file, tokenizer) == expected
     as_strings = [row | {"tools": json.dumps(row["tools"])} for row in rows]
     for row in as_strings:
         row["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"unit": null}'
