@@ -55,6 +55,12 @@ class TaskCommand:
             help="file that records finished trials, so that a killed run resumes",
         )
         group.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="print the maximum number of requests to a server, and do not measure; with --endpoint, the server is "
+            "tested",
+        )
+        group.add_argument(
             "--tokens-per-pass",
             type=int,
             metavar="N",
@@ -91,9 +97,23 @@ class TaskCommand:
             corpus_name=corpus and corpus.name,
             train_length=args.train_length,
         )
-        task.on(subject_of(claims))  # raises errors before the weights are loaded
+        prepared = task.on(subject_of(claims))  # raises errors before the weights are loaded
+        if args.dry_run:
+            return print_requests(prepared)
         subject = subject_of(open_reader())
         shared.measure_and_write(args, partial(run, task, subject, run_options), train_length=args.train_length)
+
+
+def print_requests(task: Task) -> None:
+    """Print the maximum number of requests of a task to a server."""
+    from ..metrics.run.cost import request_counts
+
+    reader, counts = task.subject.reader, request_counts(task)
+    print(f"{task.name} sends up to this number of requests:")
+    for returned, count in counts.items():
+        print(f"{count:>9,} if {returned}")
+    if way := reader.settings().get("served_with"):
+        print(f"{reader.identity()['endpoint']}: {way}")
 
 
 def add_option(group: argparse._ActionsContainer, option: Option) -> None:

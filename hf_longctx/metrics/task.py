@@ -370,6 +370,10 @@ class Task:
         """
         raise NotImplementedError
 
+    def all_trials(self) -> list[Trial]:
+        """Return the trials of the longest possible run. Adaptive tasks override this method."""
+        return self.trials({})
+
     def requests(self, key: Key) -> list[Request]:
         """Return the requests of a trial."""
         raise NotImplementedError
@@ -459,8 +463,14 @@ class TaskResult(Result):
     def measured(self) -> bool:
         return bool(self.scores)
 
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """The `Reader.notes` of the measured model: what could not be shown about it. The summary ends with them."""
+        return tuple(self.settings.get("notes", ()))
+
     def summary(self) -> str:
-        return self.with_gaps(self.in_words() if self.scores else "nothing measured")
+        text = self.with_gaps(self.in_words() if self.scores else "nothing measured")
+        return text + "".join(f" Note: {doubt}" for doubt in self.doubts)
 
     def in_words(self) -> str:
         """Return the measured numbers in one line."""

@@ -122,6 +122,19 @@ def test_an_interrupted_curve_says_so(folder, tmp_path, capsys, monkeypatch):
     assert "2 lengths from 19 to 30 not measured: interrupted" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "command, counts",
+    [("curve", [12, 116, 116]), ("loss", [3]), ("needle", [6]), ("lines", [4])],
+)
+def test_a_dry_run_prints_the_number_of_requests(folder, tmp_path, capsys, monkeypatch, command, counts):
+    """Of a curve: 3 lengths (8, 19, 30), 2 passages and 2 inputs; 4, 10 and 15 scored tokens of each."""
+    monkeypatch.setattr("hf_longctx.cli.shared.load_weights", Mock(side_effect=AssertionError))
+    options = [*QUICK[command].split(), "--dry-run", "--output", str(tmp_path / "none")]
+    assert cli.main([command, str(folder), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[0]) for line in lines[1:]] == counts and not [*tmp_path.iterdir()]
+
+
 def test_a_served_model(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "metrics")
     from endpoint_server import serving

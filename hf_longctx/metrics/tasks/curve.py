@@ -448,7 +448,7 @@ class Curve(Task):
 
     def trials(self, scores):
         if self.protocol == "reference":
-            return [self.trial(length, 0, self.repeats) for length in self.samples]
+            return self.all_trials()
         asked = {key: self.trial(*key) for key, score in scores.items() if isinstance(score, Missing)}
         too_long = min([length for length, *_ in asked], default=math.inf)  # longer inputs are not supported either
 
@@ -470,6 +470,9 @@ class Curve(Task):
             if lengths:
                 locate(lengths, measure, repeats=self.repeats, confidence=self.confidence or 0.95)
         return [*asked.values()]
+
+    def all_trials(self):
+        return [self.trial(length, 0, self.repeats) for length in self.samples]
 
     def trial(self, length: int, first: int, stop: int) -> Trial:
         """Return the trial of repeats `first` to `stop - 1` at one length. Each repeat has two inputs."""
