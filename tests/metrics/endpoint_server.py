@@ -26,16 +26,24 @@ class Server:
         troubles: what happens to the next requests for completions instead of an answer: a status, a function of the
             handler, or None, nothing.
         spoil: changes a reply before it is sent.
+        sampler: changes the logits of the next token: a function of the request, the ids before it, the number of ids
+            in the prompt, and the logits.
+        refusal: the status and message for a request, or None.
         keys: what each request had for "Authorization".
         decode, encode: text of ids, and back.
+        detokenize: text of the ids that follow others.
         eos: the id that ends a completion.
         lists_limit: whether /models tells max_model_len.
+        usage: whether replies tell how many tokens were read.
+        started: the start time that /models tells.
     """
 
     def __init__(self, model, form="vllm", key=None, max_model_len=None, names=("tiny",)):
         self.model, self.form, self.key, self.max_model_len, self.names = model, form, key, max_model_len, names
-        self.lists_limit = True
+        self.lists_limit, self.usage, self.started = True, True, 1
         self.decode, self.encode, self.eos = lambda ids: "".join(map(text_of, ids)), None, None
+        self.detokenize = lambda prompt, said: self.decode(said)
+        self.sampler, self.refusal = lambda body, ids, prompt, logits: logits, lambda body: None
         self.troubles, self.spoil, self.requests, self.keys = deque(), lambda choice: choice, [], []
         self.lock = threading.Lock()
 
@@ -45,47 +53,49 @@ class Server:
 
     def models(self):
         limit = {} if self.max_model_len is None or not self.lists_limit else {"max_model_len": self.max_model_len}
-        return {"object": "list", "data": [{"id": name, "object": "model", **limit} for name in self.names]}
+        return {"object": "list", "data": [{"id": name, "created": self.started, **limit} for name in self.names]}
 
     def complete(self, body):
         """Status and reply."""
         if self.form == "chat":
             return 404, {"detail": "Not Found"}
+        if refused := self.refusal(body):
+            return refused[0], {"error": {"message": refused[1]}}
         if isinstance(body["prompt"], str) != (self.form == "text only"):
             return 400, {"error": {"message": "prompt must be a string or ids"}}
         if self.form == "text only":
             body = body | {"prompt": [1, *self.encode(body["prompt"])]}
         if self.max_model_len is not None and len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
             return 400, {"error": {"message": f"maximum context length is {self.max_model_len} tokens"}}
-        said = self.say(body["prompt"], body["max_tokens"])
-        with self.lock, torch.inference_mode():
-            output = self.model(torch.tensor([body["prompt"]]))
-            log_probs = (output[0] if isinstance(output, tuple) else output.logits)[0].log_softmax(-1)
+        said = self.say(body["prompt"], body["max_tokens"], body)
         stopped = said[-1] == self.eos
         choice = {
             "index": 0,
-            "text": self.decode(said[: len(said) - stopped]),
+            "text": self.detokenize(body["prompt"], said[: len(said) - stopped]),
             "logprobs": None,
             "prompt_logprobs": None,
         }
         choice["finish_reason"] = "stop" if stopped else "length"
         if self.form == "vllm" and body.get("prompt_logprobs") is not None:
-            choice["prompt_logprobs"] = vllm_entries(body["prompt"], log_probs)
-        if self.form == "ids" and body.get("return_token_ids"):
+            choice["prompt_logprobs"] = vllm_entries(body["prompt"], self.logits(body["prompt"]).log_softmax(-1))
+        if self.form in ("ids", "vllm") and body.get("return_token_ids"):
             choice["token_ids"] = said
         if self.form == "llama.cpp" and body.get("logprobs"):
             choice["logprobs"] = {"content": [{"id": i, "logprob": -0.1} for i in said]}
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(said)}
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(said)} if self.usage else None
         reply = {"object": "text_completion", "model": body["model"], "choices": [self.spoil(choice)], "usage": usage}
         return 200, reply
 
-    def say(self, ids, tokens):
+    def logits(self, ids):
+        with self.lock, torch.inference_mode():
+            output = self.model(torch.tensor([ids]))
+        return (output[0] if isinstance(output, tuple) else output.logits)[0]
+
+    def say(self, ids, tokens, body=None):
         """Greedy decoding, token by token."""
         said = list(ids)
-        with self.lock, torch.inference_mode():
-            while len(said) < len(ids) + tokens and (len(said) == len(ids) or said[-1] != self.eos):
-                output = self.model(torch.tensor([said]))
-                said.append(int((output[0] if isinstance(output, tuple) else output.logits)[0, -1].argmax()))
+        while len(said) < len(ids) + tokens and (len(said) == len(ids) or said[-1] != self.eos):
+            said.append(int(self.sampler(body or {}, said, len(ids), self.logits(said)[-1]).argmax()))
         return said[len(ids) :]
 
 

@@ -34,6 +34,7 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
     axes.axhline(0.99, color=style.INK, linewidth=0.8, linestyle=":", zorder=2, label="99 %: copied word for word")
     said = f"{curve.copies_in_words()} {curve.exact_in_words()}"
     notes = [f"mean and standard deviation of {curve.repeats_in_words}", *["all tokens scored"] * curve.whole]
+    notes += ["see the notes on the server"] * bool(curve.doubts)
     notes += [form.format(curve.settings[name]) for name, form in SMALL_PRINT.items() if name in curve.settings]
     if train_length is not None and (train_length - 3) / 2 > right:
         notes.append(f"training context of {train_length:,} tokens not reached")

@@ -57,7 +57,10 @@ def write_report(
 
 
 def conclusion(results: Sequence[Result]) -> list[str]:
-    """Return up to three sentences: how far the model copies (roughly and exactly), and what it retrieves."""
+    """Return up to three sentences: how far the model copies (roughly and exactly), and what it retrieves.
+
+    If it could not be shown that a server is neutral, these sentences are followed by the `doubts`.
+    """
     measured = [result for result in results if result.measured]
     curve = next((result for result in measured if isinstance(result, ForgettingCurve)), None)
     loss = next((result for result in measured if isinstance(result, PositionLoss)), None)
@@ -67,7 +70,8 @@ def conclusion(results: Sequence[Result]) -> list[str]:
     elif loss is not None:
         end = loss.context_length
         sentences = [f"The loss after {end:,} tokens is {loss.smoothed_at(end)} nats; more context was not tried."]
-    return sentences + [found(result) for result in measured if isinstance(result, Retrieval)][: 3 - len(sentences)]
+    sentences += [found(result) for result in measured if isinstance(result, Retrieval)][: 3 - len(sentences)]
+    return [*sentences, *dict.fromkeys(doubt for result in measured for doubt in getattr(result, "doubts", ()))]
 
 
 def found(result: Retrieval) -> str:

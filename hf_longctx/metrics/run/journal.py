@@ -114,16 +114,39 @@ class Journal(AbstractContextManager):
             raise ValueError(f"{self.path} must have format {FORMAT}, got {version}. Pass another path.")
         missing = "nothing"
         differing = [
-            f"{name} is {written.get(name, missing)!r} there and {self.settings.get(name, missing)!r} here"
+            difference(name, written.get(name, missing), self.settings.get(name, missing))
             for name in sorted({*written, *self.settings})
-            if written.get(name, missing) != self.settings.get(name, missing)
         ]
+        differing = [text for text in differing if text]
+        reported = written.get("server_reports"), self.settings.get("server_reports")
+        if differing and reported[0] != reported[1]:
+            differing.append(f"the server reported {reported[0]} there and reports {reported[1]} here")
         if differing:
             raise OtherRun(
                 f"{self.path} is a journal from another run: {'; '.join(differing)}. To resume it, use its settings. "
                 "To start over, pass another path."
             )
         return done
+
+
+def difference(name: str, there: Any, here: Any) -> str:
+    """Describe how a setting differs between a journal and this run. Return an empty string if it is the same.
+
+    Rounding errors may change a few predictions of a served model. We allow one change, and 3 % of a long list. What a
+    server reports about itself, such as its start time, may change.
+
+    >>> difference("seed", 3, 4), difference("responses_to_probes", ["fox", "dog"], ["fox", "cat"])
+    ('seed is 3 there and 4 here', '')
+    """
+    if there == here or name == "server_reports":
+        return ""
+    if name == "responses_to_probes" and isinstance(there, list) and isinstance(here, list):
+        changed = sum(x != y for x, y in zip(there, here)) + abs(len(there) - len(here))
+        text = f"the server has another model, because {changed} of {len(here)} responses to test prompts changed"
+        return text if changed > max(1, 0.03 * len(here)) else ""
+    if name == "responses_to_probes":
+        return "an earlier version wrote it, without responses that identify the model"
+    return f"{name} is {there!r} there and {here!r} here"
 
 
 def content_hash(ids) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import public_name
+from .probes import prompts
 from .reader import Reader
 
 
@@ -23,7 +24,13 @@ Entry = dict[int, float]  # log-probabilities (nats) of the prompt token and of 
 
 
 class PromptReader(Reader):
-    """A `Reader` that derives predictions and scores from the log-probabilities of prompt tokens."""
+    """A `Reader` that derives predictions and scores from the log-probabilities of prompt tokens.
+
+    Attributes:
+        tokenizer: the model's tokenizer; None if unknown.
+    """
+
+    tokenizer: Any = None
 
     def prompt_entries(self, prompts: np.ndarray) -> list[list[Entry]]:
         """Return an `Entry` for each token of prompts (R, T) int64. The first entry of a prompt is empty."""
@@ -35,6 +42,12 @@ class PromptReader(Reader):
         reported = slice(positions.start + 1, positions.stop + 1)
         best = np.array([[likeliest(entry) for entry in row[reported]] for row in self.prompt_entries(rows)])
         return best[inverse.reshape(-1)]
+
+    def fingerprint(self) -> dict[str, Any]:
+        separator, units, _ = prompts(self.tokenizer, self.vocab_size)
+        prompt = [token for unit in units for token in 2 * (separator + unit)]
+        (entries,) = self.prompt_entries(np.array([prompt]))
+        return {"responses_to_probes": [likeliest(entry) for entry in entries[1:]]}
 
     def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
         (entries,) = self.prompt_entries(np.append(ids, targets[-1])[None])

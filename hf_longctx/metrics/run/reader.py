@@ -50,7 +50,8 @@ class Reader:
         can_reply: whether the model supports `reply`.
         is_distributed: whether the model is sharded over processes. All processes must then read the same inputs.
         cache: cache for contexts; see `caches`. None for the full cache.
-        configs: transformers configs that may set special ids. The first config that sets an id takes precedence.
+        configs: configs or tokenizers that may set special ids. The first one that sets an id takes precedence.
+        notes: what could not be shown about the model, as sentences for the result.
     """
 
     vocab_size: int | float = math.inf
@@ -61,6 +62,7 @@ class Reader:
     is_distributed: bool = False
     cache: ContextCache | None = None
     configs: Sequence[Any] = ()
+    notes: Sequence[str] = ()
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that a result stores about the model. "model" is the name of the model."""
@@ -68,6 +70,10 @@ class Reader:
 
     def identity(self) -> dict[str, str]:
         """Return settings that identify the model, such as a hash of the weights. The name is not included."""
+        return {}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return predictions that identify a model without a hash; see `journal.difference`. A journal stores them."""
         return {}
 
     def configured_id(self, name: str) -> int | None:

@@ -79,7 +79,7 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     if processes > 1:
         settings |= {"process": rank, "processes": processes}
     if path is not None:
-        path, settings = f"{path}.{rank}" if rank else path, settings | reader.identity()
+        path, settings = f"{path}.{rank}" if rank else path, settings | reader.identity() | reader.fingerprint()
     options: dict[str, Any] = dict(total=0, smoothing=0, disable=not run.progress or rank > 0)
     with Journal(path, settings) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
         failure = read_all(task, run, journal, bar, rank)
@@ -161,7 +161,13 @@ def facts(reader: Reader, run: Run) -> dict[str, Any]:
     tokens_per_pass = run.tokens_per_pass
     if tokens_per_pass is None and reader.device is not None:
         tokens_per_pass = TOKENS_PER_PASS["cpu" if reader.device == "cpu" else "accelerator"]
-    how = {"device": reader.device, "tokens_per_pass": tokens_per_pass, "versions": VERSIONS, **reader.identity()}
+    how: dict[str, Any] = {
+        "device": reader.device,
+        "tokens_per_pass": tokens_per_pass,
+        "versions": VERSIONS,
+        **reader.identity(),
+    }
+    how |= {"notes": [*reader.notes]} if reader.notes else {}
     return how | size_and_hardware(getattr(reader, "model", None), reader.device)
 
 

@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,14 +28,21 @@ import numpy as np
 
 from ..checks import public_name
 from .engine import UnsupportedInput
-from .greedy import GreedyCompletions
+from .greedy import GreedyCompletions, as_ids
+from .neutral import NEUTRAL, accepted_fields
+from .probes import prompts
 from .prompts import Entry, PromptReader, check_entries
 
 
+REFUSED = {400, 422}  # status codes of requests with unknown fields or values
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # status codes of temporary errors
 TOO_LONG = re.compile("context (length|window|size)|context_length_exceeded|max_model_len")
-REQUEST = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+REQUEST = {"max_tokens": 1, "prompt_logprobs": 1}
 ROUNDING = 0.02  # maximum difference (nats) between the log-probabilities of a token in several requests
+
+
+class Refused(RuntimeError):
+    """The server does not accept a field or a value of a request."""
 
 
 class ServedModel(PromptReader):
@@ -43,7 +51,8 @@ class ServedModel(PromptReader):
     Args:
         base_url: URL of the API with its version, such as "http://localhost:8000/v1".
         model: name of the served model; optional if the server lists a single model.
-        tokenizer: the model's tokenizer, for greedy completions on servers that do not accept or return ids.
+        tokenizer: the model's tokenizer, for the ids of BOS and EOS, and for greedy completions on servers that do not
+            accept or return ids.
         journal: path of a file that records greedy completions, so that a killed run can resume.
         vocab_size: size of the vocabulary. Servers do not report it. Required for random data without id_range.
         api_key: bearer token. It is not sent to redirected addresses. Default: none.
@@ -56,6 +65,7 @@ class ServedModel(PromptReader):
     Attributes:
         position_limit: maximum prompt length in tokens; None if the server does not report it.
         greedy: `GreedyCompletions`; None if the server reports log-probabilities.
+        fields: fields of all requests: those of `neutral.NEUTRAL` that the server accepts.
 
     Raises:
         ConnectionError: the server cannot be reached.
@@ -84,7 +94,10 @@ class ServedModel(PromptReader):
         self._key = api_key
         self.model, self.position_limit = self._choose_model(model)
         self.claimed_context = self.position_limit
+        self.tokenizer, self.configs = tokenizer, [] if tokenizer is None else [tokenizer]
         self.greedy = None
+        self.fields, self._accepted = dict(NEUTRAL), False
+        self._reply_notes: list[str] | None = None
         try:
             self._check_log_probs()
         except (RuntimeError, ValueError) as error:
@@ -100,6 +113,15 @@ class ServedModel(PromptReader):
 
     def identity(self) -> dict[str, str]:
         return {"endpoint": self.base_url}
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return self._reply_notes or [] if self.greedy is None else self.greedy.notes
+
+    def fingerprint(self) -> dict[str, Any]:
+        if self.greedy is not None:
+            return self.greedy.fingerprint()
+        return {**super().fingerprint(), "server_reports": self.reported}
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         if self.greedy is not None:
@@ -133,21 +155,55 @@ class ServedModel(PromptReader):
         return check_entries(by_id, prompt)
 
     def complete(self, body: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """Send a completions request, and return the response.
+        """Send a completions request with the `fields`, and return the response.
 
         Raises:
             RuntimeError: the response does not contain choices.
         """
-        response = self._send("/completions", body, **options)
+        try:
+            response = self._send("/completions", {**self.fields, **body}, **options)
+        except Refused as error:
+            if self._accepted or all(self._refusal(body, fields, options) for fields in ({"temperature": 0}, {})):
+                raise
+            self.fields = accepted_fields(self.fields, lambda fields: self._refusal(body, fields, options), str(error))
+            response = self._send("/completions", {**self.fields, **body}, **options)
+        self._accepted = True
+        if isinstance(response, dict) and response.get("system_fingerprint"):
+            self.reported["system_fingerprint"] = response["system_fingerprint"]
         if not (isinstance(response, dict) and isinstance(response.get("choices"), list) and response["choices"]):
             raise RuntimeError(f"{self.base_url}/completions must return choices, got {str(response)[:200]}")
         return response
 
+    def _refusal(self, body, fields, options):
+        """Return the error message of a server that refuses a request, and None if the server accepts it."""
+        try:
+            self._send("/completions", {**fields, **body}, **options)
+        except Refused as error:
+            return str(error)
+        return None
+
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any = None) -> str:
         """Return the greedy response, decoded with the server's tokenizer."""
-        body = {"model": self.model, "prompt": prompt.tolist(), "max_tokens": tokens, "temperature": 0}
-        body |= {"skip_special_tokens": False, "spaces_between_special_tokens": False}  # some open and close thoughts
+        if self._reply_notes is None:
+            self._reply_notes = self._check_replies()
+        body = {"model": self.model, "prompt": prompt.tolist(), "max_tokens": tokens}
         return self.complete(body)["choices"][0]["text"]
+
+    def _check_replies(self):
+        """Return a note unless responses to repeated passages contain the most likely tokens."""
+        separator, units, _ = prompts(self.tokenizer, self.vocab_size)
+        wrong = total = 0
+        for unit in units:
+            ids, tokens = 2 * (separator + unit), len(unit)
+            body = {"model": self.model, "prompt": ids, "max_tokens": tokens, "return_token_ids": True}
+            said = as_ids(self.complete(body)["choices"][0].get("token_ids") or [])
+            if not said or len(said) > tokens:
+                return ["The server does not return the ids of responses, so it may penalize repeated tokens in them."]
+            entries = self.entries(ids + said)[len(ids) :]
+            total += len(said)
+            wrong += sum(max(entry.values()) - entry[token] > ROUNDING for entry, token in zip(entries, said))
+        differ = f"{wrong} of {total} tokens in responses to repeated text are not the most likely ones"
+        return [f"The server penalizes repeated tokens or samples: {differ}."] if wrong else []
 
     def _choose_model(self, model):
         """Return the model's name, and the maximum prompt length in tokens (None if unknown)."""
@@ -165,6 +221,13 @@ class ServedModel(PromptReader):
         if model is not None and names and model not in names:
             raise ValueError(f"model must be one of {names}, got {model!r}. {self.base_url} serves these models.")
         model = names[0] if model is None else model
+        self.reported = {
+            name: entry[name]
+            for entry in entries
+            if entry.get("id") == model
+            for name in ("root", "created")
+            if name in entry
+        }
         limits = [entry.get("max_model_len") for entry in entries if entry.get("id") == model]
         return model, limits[0] - 1 if limits and limits[0] else None  # a request must generate a token
 
@@ -196,7 +259,8 @@ class ServedModel(PromptReader):
                     return json.loads(response.read())
             except urllib.error.HTTPError as error:
                 message = read_message(error)
-                kind = UnsupportedInput if TOO_LONG.search(message) else RuntimeError
+                kind = Refused if error.code in REFUSED else RuntimeError
+                kind = UnsupportedInput if TOO_LONG.search(message) else kind
                 advice = ". Pass the key with --api-key-env or api_key=..." if error.code in (401, 403) else ""
                 failure = kind(f"{url} answered {error.code}: {message}{advice}")
                 if error.code not in PASSING or kind is UnsupportedInput:
