@@ -1,5 +1,6 @@
 """A cache that stores only the keys inside the windows of each head."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -63,7 +64,12 @@ class WindowLayer(DynamicLayer):
 
     `update` only counts the new tokens. The attention function stores them by `extend`, because its mask tells which
     tokens are padding. After `activate_past_recording`, new tokens stay in a tail until the next `crop`.
+
+    Attributes:
+        exact_block: number of tokens that may be read in one pass with the logits of one token per pass. All.
     """
+
+    exact_block = math.inf
 
     def __init__(self, windows: LayerWindows, is_first: bool):
         super().__init__()

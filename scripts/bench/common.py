@@ -38,7 +38,7 @@ HELP = dict(  # help texts of the options in `make_parser`
     asked="minimum number of questions to evaluate, for each number of facts", at_once="models trained in parallel",
     attention="attention implementation of FoX", batch="sequences per training step",
     bounded="1 to compile with padding, pruning and bounded logits, 0 without",
-    capability="compute capabilities of the GPUs, times ten",
+    caches="caches to measure", capability="compute capabilities of the GPUs, times ten",
     compiled="1 to compile the models, 0 to run them eagerly", context="tokens per prompt",
     contexts="numbers of cached tokens", curves="simulated curves per grid of fixed lengths",
     decay_times="shortest and longest decay time of a head, in tokens", device="device to run on",

@@ -1,16 +1,22 @@
 """Learning of windows: the forward pass of a cache, the target share, the state, and the training sequences."""
 
+import math
+
 import pytest
 import torch
 from tiny_windows import make
 from transformers import AutoTokenizer
 
+from hf_longctx.metrics import LocalReader, forgetting_curve
+from hf_longctx.metrics.run.caches import exact_block
 from hf_longctx.windows import HeadWindows
+from hf_longctx.windows.cache import WindowLayer
 from hf_longctx.windows.learning import WindowLearner
 from hf_longctx.windows.sequences import WindowSequences
 
 
 LENGTH = 128
+CORPUS = torch.randint(3, 300, (3000,), generator=torch.Generator().manual_seed(0)).numpy()
 
 
 def learner(family="llama", keep=0.5, context=256, **options):
@@ -147,3 +153,18 @@ def test_learned_windows_are_saved_and_applied(tmp_path):
     windows = train.windows(train.log2_windows)
     windows.save_pretrained(tmp_path)
     assert HeadWindows.from_pretrained(tmp_path) == windows
+
+
+def test_metrics_read_windows_in_chunks():
+    model = make("llama", torch.float32)
+    windows = HeadWindows([[8] * 4] * 3)
+    assert exact_block(windows.cache()) == math.inf
+    counts = []
+    for block in (math.inf, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(WindowLayer, "exact_block", block)
+            curve = forgetting_curve(
+                LocalReader(model, windows), CORPUS, lengths=[9, 40], repeats=3, bos_token_id=1, eos_token_id=2
+            )
+            counts.append(curve.scores)
+    assert counts[0] == counts[1]
