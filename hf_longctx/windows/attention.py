@@ -49,21 +49,25 @@ def windowed_attention(
     layer, keys = (key.layer, key.keys) if isinstance(key, NewKeys) else (None, key)
     if layer is None and attention_mask is None and tokens > 1:
         keys, value = keys[:, :, :tokens], value[:, :, :tokens]  # a static cache also returns free slots
-    slots = keys.shape[2] if layer is None else layer.seen
-    mask = CallMask(attention_mask, slots - tokens, tokens, query.device)
+    mask = CallMask(attention_mask, keys.shape[2] - tokens if layer is None else key.first, tokens, query.device)
     queries = query.unflatten(1, (key_heads, -1))  # (B, Hkv, G, T, D)
     logits = None if s_aux is None else s_aux.view(1, key_heads, -1)
     outputs = []
     for group in windows.groups:
         extent = windows.extent(group, sliding_window)
         k, v = take_heads(keys, group.heads), take_heads(value, group.heads)
-        if layer is None:
-            new_last = not mask.indexed or slots == tokens  # other caches may have free slots after the new keys
-            read = ReadKeys(k, v, torch.arange(slots, device=k.device), True, new_last)
+        if layer is not None:
+            read = (
+                layer.append(group, sliding_window, k, v, mask)
+                if extent is None
+                else layer.append_to_ring(group, extent, k, v, mask)
+            )
         elif extent is None:
-            read = layer.append(group, sliding_window, k, v)
+            read = ReadKeys(k, v, None, True)
         else:
-            read = layer.append_to_ring(group, extent, k, v, mask)
+            new_last = not mask.indexed or k.shape[2] == tokens  # other caches may have free slots after the new keys
+            read = ReadKeys(k, v, torch.arange(k.shape[2], device=k.device), True, new_last)
+        extent = extent or Extent(sliding_window or 0, 0)
         q = take_heads(queries, group.heads).flatten(1, 2)
         extra = None if logits is None else take_heads(logits, group.heads).flatten()
         output = torch.cat([*attend(module, q, read, mask, extent, s_aux=extra, **kwargs)], 1)  # (B, T, h G, D)
@@ -95,14 +99,14 @@ def check_call(windows: LayerWindows, key: Any, value: Tensor, kwargs: dict[str,
 
 
 def attend(
-    module: Any, query: Tensor, read: ReadKeys, mask: CallMask, extent: Extent | None, **kwargs: Any
+    module: Any, query: Tensor, read: ReadKeys, mask: CallMask, extent: Extent, **kwargs: Any
 ) -> Iterator[Tensor]:
     """Yield the output of one band of queries after the other, (B, band, h G, D).
 
     query: the queries of one group of heads, (B, h G, T, D).
     """
     tokens, n = query.shape[2], read.keys.shape[2]
-    if extent is None or read.slots is None:
+    if read.slots is None:
         yield attention(module, query, read.keys, read.values, mask.of_model(n), **kwargs)
         return
     mask.check()

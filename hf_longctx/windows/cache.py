@@ -14,10 +14,15 @@ from .ragged import OrderedStore, RingStore
 
 
 class NewKeys:
-    """The new keys of a call, (B, Hkv, T, D), and the layer that stores them. A cache returns it as keys."""
+    """The new keys of a call. A cache returns this object in place of keys.
 
-    def __init__(self, layer: "WindowLayer", keys: Tensor):
-        self.layer, self.keys = layer, keys
+    layer: the layer that stores them.
+    keys: (B, Hkv, T, D).
+    first: slot of the first new key. In a static cache with cached tokens, a tensor.
+    """
+
+    def __init__(self, layer: Any, keys: Tensor, first: Any):
+        self.layer, self.keys, self.first = layer, keys, first
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -96,10 +101,13 @@ class WindowLayer(DynamicLayer):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        first = self.seen
         self.seen += key_states.shape[2]
-        return NewKeys(self, key_states), value_states
+        return NewKeys(self, key_states, first), value_states
 
-    def append(self, group: HeadGroup, sliding_window: int | None, keys: Tensor, values: Tensor) -> ReadKeys:
+    def append(
+        self, group: HeadGroup, sliding_window: int | None, keys: Tensor, values: Tensor, mask: CallMask
+    ) -> ReadKeys:
         """Store the new tokens of heads that keep all keys of the layer's own attention, (B, h, T, D).
 
         Return the keys that the queries of these tokens may attend to.
@@ -116,19 +124,23 @@ class WindowLayer(DynamicLayer):
     ) -> ReadKeys:
         """Store the new tokens of heads with a window, (B, h, T, D). Return the keys that they may attend to."""
         tokens, before = keys.shape[2], self.seen - keys.shape[2]
-        slots = torch.arange(self.seen, device=keys.device)
         store = self.rings.get(group)
         if store is None:
             store = self.rings[group] = RingStore(extent.sinks, extent.window, keys, values)
+        in_place = tokens == 1 and before and not self.record_past and group not in self.tails
+        if in_place and store.slots is None and not mask.indexed:
+            store.append(keys, values)
+            return ReadKeys(*store.stored(), None if mask.mask is None else store.stored_slots(), False)
+
+        slots = torch.arange(self.seen, device=keys.device)
         if not self.record_past and group in self.tails:
             self._write(store, self.tails.pop(group))
         new = Tokens(keys, values, self._indices(group, slots[before:], mask))
         if group in self.tails:
             new = Tokens(*(torch.cat(pair, dim) for pair, dim in zip(zip(self.tails[group], new), (2, 2, 1))))
-        if before and tokens == 1 and not self.record_past:
+        if in_place:
             self._write(store, new)
-            all_visible = mask.mask is None and store.slots is None
-            return ReadKeys(*store.stored(), None if all_visible else store.stored_slots(), False)
+            return ReadKeys(*store.stored(), store.stored_slots(), False)
 
         read, read_slots = (new.keys, new.values), slots[store.length :]
         ordered = store.slots is None and store.length <= store.limit

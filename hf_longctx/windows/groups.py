@@ -1,8 +1,7 @@
 """The windows of one layer, and the groups of its key heads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -38,10 +37,10 @@ class LayerWindows:
 
     windows: tuple[int, ...]
     sinks: int
+    groups: tuple[HeadGroup, ...] = field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def groups(self) -> tuple[HeadGroup, ...]:
-        return group_heads(self.windows)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", group_heads(self.windows))
 
     def extent(self, group: HeadGroup, sliding_window: int | None) -> Extent | None:
         """Return which keys a group keeps. None: all keys that the layer's own attention reaches.

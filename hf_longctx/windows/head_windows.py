@@ -15,6 +15,7 @@ from .attention import NAME
 from .cache import WindowLayer
 from .groups import LayerWindows, kept_keys
 from .layers import attention_layers, decoder_of, key_heads
+from .static_cache import StaticWindowLayer
 
 
 FILE = "head_windows.json"
@@ -86,13 +87,14 @@ class HeadWindows(PushToHubMixin):
                 "These windows belong to another model."
             )
         decoder = decoder_of(model, layers)
+        before = decoder.config._attn_implementation
+        decoder.set_attn_implementation(NAME)
         if not hasattr(layers[0], "head_windows"):
-            decoder.before_head_windows = decoder.config._attn_implementation
+            decoder.before_head_windows = before
             for layer in layers:
                 layer.register_forward_pre_hook(check_implementation)
         for layer, windows in zip(layers, self.layers):
             layer.head_windows = windows
-        decoder.set_attn_implementation(NAME)
         for module in model.modules():
             if isinstance(module, GenerationMixin):
                 vars(module)["_prepare_cache_for_generation"] = partial(prepare_cache, module, self)
@@ -121,13 +123,24 @@ class HeadWindows(PushToHubMixin):
                 del vars(module)["_prepare_cache_for_generation"]
         return model
 
-    def cache(self) -> Cache:
+    def cache(self, max_cache_len: int | None = None) -> Cache:
         """Return an empty cache for a model to which these windows are applied.
 
-        It supports all that `DynamicCache` supports, except gradients to earlier calls. `crop` can remove one token,
+        It supports all that a `DynamicCache` supports, except gradients to earlier calls. `crop` can remove one token,
         and all tokens that were added after `cache.activate_past_recording()`.
+
+        Args:
+            max_cache_len: number of tokens that the cache can store. The cache is then static: its tensors have
+                constant shapes, and a decoding step compiles. It cannot be cropped. Default None: the cache grows.
+
+        Raises:
+            ValueError: max_cache_len is not a positive integer.
         """
-        return Cache(layers=[WindowLayer(windows, is_first=i == 0) for i, windows in enumerate(self.layers)])
+        if max_cache_len is None:
+            return Cache(layers=[WindowLayer(windows, is_first=i == 0) for i, windows in enumerate(self.layers)])
+        if not is_integer(max_cache_len) or max_cache_len < 1:
+            raise ValueError(f"`max_cache_len` must be a number of tokens of at least 1, got {max_cache_len!r}.")
+        return Cache(layers=[StaticWindowLayer(windows, max_cache_len) for windows in self.layers])
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Write `head_windows.json` to a folder, which may contain the model.
@@ -195,14 +208,18 @@ def check_implementation(module: Any, args: Any) -> None:
         )
 
 
-def prepare_cache(model: Any, windows: HeadWindows, generation_config: Any, model_kwargs: dict, *args: Any) -> None:
-    """Create the cache of `generate`, if it would be a `DynamicCache`, in place of transformers' method."""
-    type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args)
-    name = next((name for name in ("cache", "past_key_values") if model_kwargs.get(name) is not None), None)
-    cache = model_kwargs.get(name)
-    implementation = generation_config.cache_implementation
-    created = cache is not None and not getattr(cache, "_is_user_defined", False)
-    if created and implementation in (None, "dynamic"):
-        model_kwargs[name] = windows.cache()
+def prepare_cache(
+    model: Any, windows: HeadWindows, generation_config: Any, model_kwargs: dict, mode: Any, rows: int, length: int
+) -> None:
+    """Create the cache of `generate` in place of transformers' method, if it would be dynamic or static."""
+    type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, mode, rows, length)
+    for name in ("cache", "past_key_values"):  # since and before transformers 5.24
+        cache, implementation = model_kwargs.get(name), generation_config.cache_implementation
+        if cache is None or getattr(cache, "_is_user_defined", False):
+            continue
+        if implementation in (None, "dynamic"):
+            model_kwargs[name] = windows.cache()
+        elif implementation == "static":
+            model_kwargs[name] = windows.cache(max(length, generation_config.max_cache_len or 0))
         if generation_config.is_assistant:
             model_kwargs[name].activate_past_recording()

@@ -58,7 +58,8 @@ def indexed_mask(
     if attention_mask is not None and (compiling or not attention_mask.all()):
         real = attention_mask[:, :end].to(visible.device, torch.int32)
         index = F.pad(real, (0, end - real.shape[1])).cumsum(-1) - 1  # (B, end)
-    elif kv_length == q_length and not (follows := torch.diagonal(visible[:, 0], -1, -2, -1)).all():
+    elif kv_length == q_length and (compiling or not torch.diagonal(visible[:, 0], -1, -2, -1).all()):
+        follows = torch.diagonal(visible[:, 0], -1, -2, -1)  # whether a token sees the previous one
         first = F.pad(~follows, (1, 0), value=True)  # (B, end): the first token of each packed document
         index = slots - torch.where(first, slots, 0).cummax(-1).values
     elif kv_offset == 0 and not static:

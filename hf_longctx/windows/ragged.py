@@ -137,15 +137,8 @@ class RingStore:
         begin, end = self.length, self.length + keys.shape[2]
         self._make_room(end)
         assert self.slots is not None and self.counts is not None
-        stays = (indices >= 0) & ((indices < self.sinks) | (indices > indices.amax(1, keepdim=True) - self.window))
-        ring = self.sinks + (indices - self.sinks) % self.window
-        entries = torch.where(indices < self.sinks, indices, ring)
-        entries = torch.where(stays, entries, self.keys.shape[2] - 1)  # (B, T)
         slots = torch.arange(begin, end, device=keys.device)
-        self.slots.scatter_(1, entries, slots.expand_as(entries))
-        self.slots[:, -1] = -1
-        for buffer, new in ((self.keys, keys), (self.values, values)):
-            buffer.scatter_(2, entries[:, None, :, None].expand_as(new), new.detach())
+        write_scattered(self, self.slots, keys, values, indices, slots)
         self.counts += (indices >= 0).sum(1)
         self.length = end
 
@@ -179,6 +172,54 @@ class RingStore:
         self.keys, self.values = function(self.keys), function(self.values)
         if self.slots is not None and self.counts is not None:
             self.slots, self.counts = function(self.slots), function(self.counts)
+
+
+class FixedStore:
+    """Keys and values of a scattered ring whose tensors have constant shapes and addresses.
+
+    Args:
+        sinks, window: numbers of first and of last tokens.
+        keys, values: tensors that determine the number of rows and heads, the widths, dtype and device.
+    """
+
+    def __init__(self, sinks: int, window: int, keys: Tensor, values: Tensor):
+        self.sinks, self.window = sinks, window
+        self.keys, self.values = (
+            x.new_zeros(*x.shape[:2], sinks + window + 1, x.shape[3]) for x in (keys.detach(), values.detach())
+        )
+        self.slots = torch.full((keys.shape[0], sinks + window + 1), -1, device=keys.device)
+        for x in (self.keys, self.values, self.slots):
+            torch._dynamo.mark_static_address(x)
+
+    def stored(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all keys and values, (B, h, n, D), and their slots, (B, n); -1: the entry is empty."""
+        return self.keys[:, :, :-1], self.values[:, :, :-1], self.slots[:, :-1]
+
+    def write(self, keys: Tensor, values: Tensor, indices: Tensor, slots: Tensor) -> None:
+        """Write tokens, (B, h, T, D), with these indices, (B, T), -1 for padding, and slots, (T,)."""
+        write_scattered(self, self.slots, keys, values, indices, slots)
+
+
+def write_scattered(
+    store: RingStore | FixedStore,
+    slots_of_entries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    indices: Tensor,
+    slots: Tensor,
+) -> None:
+    """Write those of the tokens that stay. The others, and padding, go to the last entry.
+
+    slots_of_entries: `store.slots`.
+    """
+    stays = (indices >= 0) & ((indices < store.sinks) | (indices > indices.amax(1, keepdim=True) - store.window))
+    ring = store.sinks + (indices - store.sinks) % store.window
+    entries = torch.where(indices < store.sinks, indices, ring)
+    entries = torch.where(stays, entries, store.keys.shape[2] - 1)  # (B, T)
+    slots_of_entries.scatter_(1, entries, slots.expand_as(entries))
+    slots_of_entries[:, -1] = -1
+    for buffer, new in ((store.keys, keys), (store.values, values)):
+        buffer.scatter_(2, entries[:, None, :, None].expand_as(new), new.detach())
 
 
 def is_frozen(x: Tensor) -> bool:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from tiny_windows import SIZES, WINDOWS, difference, make, tokens, windowed
+from tiny_windows import CACHE, SIZES, WINDOWS, difference, make, tokens, windowed
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -69,7 +69,7 @@ def test_windows_are_replaced_and_removed():
         other.apply(model)
         assert difference(model(ids).logits, first) > 0.1
         with pytest.raises(ValueError, match="cache of other windows"):
-            model(ids, cache=windows.cache())
+            model(ids, **{CACHE: windows.cache()})
         windows.apply(model)
         assert torch.equal(model(ids).logits, first)
         windows.remove(model)
@@ -86,7 +86,7 @@ def test_a_copied_model_keeps_its_windows():
     windows.remove(model)
     with torch.no_grad():
         assert torch.equal(twin(ids).logits, windowed()[0](ids).logits)
-        cache = twin.generate(ids, max_new_tokens=3, return_dict_in_generate=True).cache
+        cache = twin.generate(ids, max_new_tokens=3, return_dict_in_generate=True)[CACHE]
     assert type(cache.layers[0]).__name__ == "WindowLayer"
 
 
@@ -179,4 +179,4 @@ def test_not_a_model():
 
 def test_a_cache_without_windows_applied():
     with pytest.raises(NotImplementedError, match=r"Call windows\.apply\(model\)"):
-        make()(tokens(), cache=HeadWindows(WINDOWS).cache())
+        make()(tokens(), **{CACHE: HeadWindows(WINDOWS).cache()})

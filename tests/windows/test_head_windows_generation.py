@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from tiny_windows import difference, in_chunks, make, padding_mask, tokens, windowed
+from tiny_windows import CACHE, difference, in_chunks, make, padding_mask, tokens, windowed
 from transformers import DynamicCache
 
 
@@ -35,7 +35,9 @@ def test_generation_with_a_cache_equals_generation_without(kind, family):
     without = {k: v for k, v in options.items() if k != "prefill_chunk_size"}
     wanted = generate(model, ids, use_cache=False, **without)
     assert torch.equal(generate(model, ids, **options), wanted)
-    assert kind == "chunked prefill" or torch.equal(generate(model, ids, cache=windows.cache(), **options), wanted)
+    assert kind == "chunked prefill" or torch.equal(
+        generate(model, ids, **{CACHE: windows.cache(), **options}), wanted
+    )
     assert not torch.equal(generate(make(family), ids, **without), wanted)
 
 
@@ -52,8 +54,8 @@ def nbytes(cache):
 def test_generate_creates_the_cache():
     model, windows = windowed()
     ids = tokens(1, 300)
-    created = generate(model, ids, return_dict_in_generate=True).cache
-    full = generate(make(), ids, return_dict_in_generate=True).cache
+    created = generate(model, ids, return_dict_in_generate=True)[CACHE]
+    full = generate(make(), ids, return_dict_in_generate=True)[CACHE]
     assert isinstance(full, DynamicCache) and not isinstance(created, DynamicCache)
     assert created.get_seq_length() == full.get_seq_length() == 329
     share = windows.share(329)
@@ -77,7 +79,7 @@ def test_rows_are_reordered_selected_and_repeated(family, padding):
         with torch.no_grad():
             part = None if mask is None else mask[rows]
             wanted = model(ids[rows], attention_mask=part, use_cache=False).logits[:, 50:]
-            read = model(ids[rows, 50:], attention_mask=part, cache=cache).logits
+            read = model(ids[rows, 50:], attention_mask=part, **{CACHE: cache}).logits
         assert difference(read, wanted, None if part is None else part[:, 50:]) < ROUNDING
 
 
@@ -97,11 +99,11 @@ def test_crop_after_recording_the_past(removed, family, padding):
         full = model(ids, attention_mask=mask, use_cache=False).logits
         for begin, end in ((30, 38), (38, 39), (39, 42)):
             mixed = torch.cat([ids[:, : 42 - removed], other[:, 42 - removed : 42]], 1)
-            model(mixed[:, begin:end], attention_mask=part(end), cache=cache)
+            model(mixed[:, begin:end], attention_mask=part(end), **{CACHE: cache})
         cache.crop(-removed)
         assert cache.get_seq_length() == 42 - removed
         for begin, end in ((42 - removed, 50), (50, 51), (51, 70)):
-            read = model(ids[:, begin:end], attention_mask=part(end), cache=cache).logits
+            read = model(ids[:, begin:end], attention_mask=part(end), **{CACHE: cache}).logits
             assert difference(read, full[:, begin:end], None if mask is None else mask[:, begin:end]) < ROUNDING
 
 
@@ -116,12 +118,12 @@ def test_crop_as_far_as_keys_remain(padding):
         for length, removed in ((18, 10), (18, 18), (60, 1)):
             for then in ((1, 1), (5,)):
                 cache = windows.cache()
-                model(ids[:, :length], attention_mask=part(length), cache=cache)
+                model(ids[:, :length], attention_mask=part(length), **{CACHE: cache})
                 cache.crop(-removed)
                 begin = length - removed
                 for size in then:
                     end = begin + size
-                    read = model(ids[:, begin:end], attention_mask=part(end), cache=cache).logits
+                    read = model(ids[:, begin:end], attention_mask=part(end), **{CACHE: cache}).logits
                     assert (
                         difference(read, full[:, begin:end], None if mask is None else mask[:, begin:end]) < ROUNDING
                     )
@@ -154,7 +156,7 @@ def test_a_copied_cache_shares_no_memory(padding, copied):
         in_chunks(model, ids[:, :50], None if mask is None else mask[:, :50], cache, [49, 1])
         copy_ = copied(cache)
         for x in (cache, copy_):  # the second one must not see what the first one has appended
-            read = model(ids[:, 50:], attention_mask=mask, cache=x).logits
+            read = model(ids[:, 50:], attention_mask=mask, **{CACHE: x}).logits
             assert difference(read, wanted, None if mask is None else mask[:, 50:]) < ROUNDING
 
 
@@ -162,7 +164,7 @@ def test_a_cache_filled_in_inference_mode_can_be_used_outside():
     model, windows = windowed()
     ids, cache = tokens(), windows.cache()
     with torch.inference_mode():
-        model(ids[:, :50], cache=cache)
+        model(ids[:, :50], **{CACHE: cache})
     with torch.no_grad():
         read = in_chunks(model, ids[:, 50:], None, cache, [1, 19])
         assert difference(read, model(ids, use_cache=False).logits[:, 50:]) < ROUNDING
@@ -180,12 +182,12 @@ def test_assisted_decoding_equals_greedy_decoding(kind, family):
     options = {"prompt_lookup_num_tokens": 6} if kind == "prompt lookup" else {"assistant_model": assistant}
     wanted = generate(model, ids, use_cache=False)
     assert torch.equal(generate(model, ids, **options), wanted)
-    assert torch.equal(generate(model, ids, cache=windows.cache(), **options), wanted)
+    assert torch.equal(generate(model, ids, **{CACHE: windows.cache(), **options}), wanted)
 
 
 def test_a_cache_continues_a_conversation():
     model, windows = windowed()
     ids, cache = tokens(2, 90), windows.cache()
-    first = generate(model, ids[:, :30], cache=cache)
+    first = generate(model, ids[:, :30], **{CACHE: cache})
     prompt = torch.cat([first, ids[:, 60:]], 1)
-    assert torch.equal(generate(model, prompt, cache=cache), generate(model, prompt, use_cache=False))
+    assert torch.equal(generate(model, prompt, **{CACHE: cache}), generate(model, prompt, use_cache=False))

@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
+from hf_longctx.fox.compat_fox import CACHE  # the name of the cache argument
 from hf_longctx.windows import HeadWindows
 
 
@@ -116,12 +117,13 @@ def padding_mask(name, rows=2, length=70):
 
 @torch.no_grad()
 def in_chunks(model, ids, mask, cache, sizes):
-    """Return the logits of a sequence that is read in chunks."""
+    """Return the logits of tokens that are read in chunks. The mask starts with the cached tokens."""
     logits, begin = [], 0
+    before = cache.get_seq_length()
     for size in sizes:
         end = begin + size
-        part = None if mask is None else mask[:, :end]
-        logits.append(model(ids[:, begin:end], attention_mask=part, cache=cache).logits)
+        part = None if mask is None else mask[:, : before + end]
+        logits.append(model(ids[:, begin:end], attention_mask=part, **{CACHE: cache}).logits)
         begin = end
     assert begin == ids.shape[1]
     return torch.cat(logits, 1)

@@ -1,0 +1,121 @@
+"""A cache of head windows whose tensors have constant shapes, so that a decoding step compiles to one graph."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import StaticLayer
+
+from .cache import NewKeys, ReadKeys
+from .groups import Extent, HeadGroup, LayerWindows
+from .masks import CallMask
+from .ragged import FixedStore
+
+
+class StaticWindowLayer(StaticLayer):
+    """One layer of a cache of `HeadWindows` with `max_cache_len`.
+
+    Heads that keep all keys have `max_cache_len` entries. Other heads have as many as their window and the sinks.
+    """
+
+    is_croppable = False
+
+    def __init__(self, windows: LayerWindows, max_cache_len: int):
+        super().__init__(max_cache_len)
+        self.windows = windows
+        self.is_empty = True
+        self.full: dict[HeadGroup, StaticLayer] = {}
+        self.rings: dict[HeadGroup, FixedStore] = {}
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(self.cumulative_length)
+        self.full, self.rings = {}, {}
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        if not self.is_initialized or (self.is_empty and self.batch_size != key_states.shape[0]):
+            self.lazy_initialization(key_states, value_states)
+        first = 0 if self.is_empty else self.cumulative_length.clone()
+        self.is_empty = False
+        self.cumulative_length.add_(key_states.shape[2])
+        return NewKeys(self, key_states, first), value_states
+
+    def append(
+        self, group: HeadGroup, sliding_window: int | None, keys: Tensor, values: Tensor, mask: CallMask
+    ) -> ReadKeys:
+        """Store the new tokens of heads that keep all keys of the layer's own attention, (B, h, T, D).
+
+        Return the keys that the queries of these tokens may attend to.
+        """
+        if sliding_window is not None and sliding_window < self.max_cache_len:
+            slots = mask.first + torch.arange(keys.shape[2], device=keys.device)
+            return self._write(group, Extent(sliding_window, 0), keys, values, slots.expand(len(keys), -1), mask)
+        if group not in self.full:
+            self.full[group] = StaticLayer(self.max_cache_len)
+        stored = self.full[group].update(keys.detach(), values.detach())
+        return ReadKeys(*(stored if mask.mask is not None else (keys, values)), None, True)
+
+    def append_to_ring(
+        self, group: HeadGroup, extent: Extent, keys: Tensor, values: Tensor, mask: CallMask
+    ) -> ReadKeys:
+        """Store the new tokens of heads with a window, (B, h, T, D). Return the keys that they may attend to."""
+        if sum(extent) >= self.max_cache_len:  # nothing is ever dropped
+            return self.append(group, None, keys, values, mask)
+        slots = mask.first + torch.arange(keys.shape[2], device=keys.device)
+        indices = mask.new_indices(slots) if mask.indexed else slots.expand(len(keys), -1)
+        return self._write(group, extent, keys, values, indices, mask)
+
+    def _write(
+        self, group: HeadGroup, extent: Extent, keys: Tensor, values: Tensor, indices: Tensor, mask: CallMask
+    ) -> ReadKeys:
+        slots = mask.first + torch.arange(keys.shape[2], device=keys.device)
+        if group not in self.rings:
+            self.rings[group] = FixedStore(extent.sinks, extent.window, keys, values)
+        store = self.rings[group]
+        if keys.shape[2] == 1:
+            store.write(keys, values, indices, slots)
+            return ReadKeys(*store.stored(), False)
+        read = ReadKeys(keys, values, slots, True)
+        if isinstance(mask.first, Tensor):  # something is cached
+            old_keys, old_values, old_slots = store.stored()
+            old_slots = torch.cat([old_slots, slots.expand(len(keys), -1)], 1)
+            read = ReadKeys(torch.cat([old_keys, keys], 2), torch.cat([old_values, values], 2), old_slots, False)
+        store.write(keys, values, indices, slots)
+        return read
+
+    def reset(self) -> None:
+        """Empty the cache. Its tensors stay where they are, unless the next call has another batch size."""
+        self.is_empty = True
+        self.cumulative_length.zero_()
+        for layer in self.full.values():
+            layer.reset()
+        for store in self.rings.values():
+            store.slots.fill_(-1)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError(
+            "a cache of HeadWindows with max_cache_len cannot remove tokens. Leave max_cache_len out: windows.cache()."
+        )
+
+    def stores(self) -> list[StaticLayer | FixedStore]:
+        """Return the stores of all groups."""
+        return [*self.full.values(), *self.rings.values()]
+
+    def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        for store in self.stores():
+            store.keys, store.values = function(store.keys), function(store.values)
+            if isinstance(store, FixedStore):
+                store.slots = function(store.slots)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_rows(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda x: x.repeat_interleave(repeats, 0))
