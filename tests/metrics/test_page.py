@@ -159,3 +159,12 @@ def test_the_page_begins_with_them(tmp_path):
     assert page.index("Copies up to 800 tokens (") < page.index("Copies up to 400 tokens word for word (")
     assert page.index("Copies up to 800 tokens") < page.index("1,240,000,000 parameters, bfloat16, NVIDIA H100; 20")
     assert page.index("NVIDIA H100; 20") < page.index("<table")
+
+
+def test_a_page_names_the_cache_that_was_measured(tmp_path):
+    cached = [result.with_settings(cache="quantized:4") for result in RESULTS[1:4]]
+    write_report(cached, tmp_path / "page.html")
+    assert "with the cache quantized:4" in Page(tmp_path / "page.html").text
+    write_report([RESULTS[1].with_settings(ignored_cache="quantized:2")], tmp_path / "page.html")
+    assert "although the generation config asks for another cache (quantized:2)" in Page(tmp_path / "page.html").text
+    assert "with the cache" not in Page(tmp_path / "page.html").text

@@ -199,7 +199,7 @@ def forgotten(name: str, other: str, first: TaskResult, second: TaskResult, diff
     longest = [d for d in differences if d.length is not None][-1]
     verb, sign = ("forgets", 100) if longest.first >= longest.second else ("retains", -100)
     than = "" if before["cache"] == "full" and sign > 0 else f" more than {name}"
-    low, high = sorted(-sign * end for end in (longest.low, longest.high))
+    low, high = sorted(round(-sign * end, 1) + 0.0 for end in (longest.low, longest.high))  # 0.0 instead of -0.0
     interval = f"95 % CI {low:.1f} to {high:.1f}" if high < math.inf else "6 repeats are needed for a 95 % CI"
     size = ""
     if before.get("cache_tokens") == after.get("cache_tokens") is not None:  # the sizes of other lengths are unknown

@@ -227,6 +227,8 @@ class LocalReader(Reader):
         return Engine(self.model, *self._engine_arguments, self.cache)
 
     def cache_size(self) -> tuple[int, int] | None:
+        if "engine" not in self.__dict__:  # no input was supported so far
+            return None
         size, self.engine.largest = self.engine.largest, (0, 0)
         return size if size[0] else None
 
