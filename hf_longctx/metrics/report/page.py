@@ -42,8 +42,10 @@ def write_report(
     """
     from ... import __version__
 
+    cache = next((result.settings["cache"] for result in results if result.settings.get("cache")), None)
+    name = results[0].model_name
     html = template().render(
-        title=title or f"How far {results[0].model_name} remembers",
+        title=title or f"How far {name} remembers" + (f" with the cache {cache}" if cache else ""),
         conclusion=conclusion(results),
         facts=facts(results),
         rows=overview,

@@ -98,7 +98,10 @@ def counting_cache(model: nn.Module, window: float = math.inf, sinks: int = 0) -
     """Create a cache of `CountingLayer`s. Layers with a sliding window of their own keep this window."""
     cache = full_cache(model)
     if all(type(layer) is not DynamicLayer for layer in cache.layers):
-        raise ValueError(f"windows and presses need a layer with full attention, but {type(model).__name__} has none.")
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))
+        raise ValueError(
+            f"windows and presses need a DynamicLayer in the cache, but {type(model).__name__} has {kinds}."
+        )
     cache.layers = [CountingLayer(window, sinks) if type(x) is DynamicLayer else x for x in cache.layers]
     return cache
 
@@ -119,8 +122,8 @@ def context_cache(cache: Any) -> ContextCache:
     if isinstance(cache, ContextCache):
         return cache
     if not isinstance(cache, str):
-        name = f"{type(cache).__module__}.{type(cache).__name__}"
-        return of_object(getattr(cache, "__qualname__", name), cache)
+        kind = cache if hasattr(cache, "__qualname__") else type(cache)
+        return of_object(f"{kind.__module__}.{kind.__qualname__}", cache)
     kind, *words = cache.split(":")
     arguments, options = [], {}
     for word in words:
@@ -155,6 +158,8 @@ def literal(word: str) -> Any:
 
 def of_object(name: str, value: Any) -> ContextCache:
     if hasattr(value, "forward_hook"):
+        if getattr(value, "rerotate_keys", False):
+            raise ValueError(f"{name} rotates keys to other positions, which is not supported. Use another press.")
         return ContextCache(name, counting_cache, press=value)
     if hasattr(value, "apply"):
         return ContextCache(name, lambda model: value.cache(), windows=value)

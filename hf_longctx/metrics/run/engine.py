@@ -205,8 +205,11 @@ class Engine:
         if hasattr(cache, "prune"):  # a `PrunedCache` would drop keys before the next pass
             cache.prune()
         self.check_cache(cache, ids.size, record=True)
-        if press and not any(isinstance(x, CountingLayer) and x.stored < x.seen for x in cache.layers):
+        stored = {layer.stored for layer in cache.layers if isinstance(layer, CountingLayer)}
+        if press and stored == {ids.size}:
             raise UnsupportedInput(f"{name} did not drop any keys from a context of {ids.size} tokens")
+        if press and len(stored) > 1:  # transformers creates one mask for all layers
+            raise ValueError(f"cache={name} must store the same number of keys in all layers, got {sorted(stored)}.")
         return cache
 
     def check_cache(self, cache: Cache, tokens: int, record: bool) -> None:

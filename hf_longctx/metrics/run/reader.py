@@ -34,7 +34,7 @@ from .model import (
 
 
 IGNORED = (
-    'the generation config asks for a cache ("{}") that is not measured: the result is that of the full cache. To measure '
+    'The generation config asks for a cache ("{}") that is not measured: the result is that of the full cache. To measure '
     'a compressed cache, pass its name, such as --cache quantized:4 or LocalReader(model, cache="quantized:4").'
 )
 
@@ -191,7 +191,8 @@ class LocalReader(Reader):
         self.is_distributed = any(hasattr(p, "full_tensor") for p in model.parameters())
         self.ignored_cache = requested_cache(model) if self.cache is None else None
         if self.ignored_cache is not None:
-            warnings.warn(IGNORED.format(self.ignored_cache), stacklevel=2)
+            self.notes = [IGNORED.format(self.ignored_cache)]
+            warnings.warn(*self.notes, stacklevel=2)
 
     def settings(self) -> dict[str, Any]:
         return {
