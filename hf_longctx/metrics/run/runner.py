@@ -167,7 +167,8 @@ def facts(reader: Reader, run: Run) -> dict[str, Any]:
         "versions": VERSIONS,
         **reader.identity(),
     }
-    how |= {"notes": [*reader.notes]} if reader.notes else {}
+    notes = [*getattr(reader, "notes", ())]
+    how |= {"notes": notes} if notes else {}
     return how | size_and_hardware(getattr(reader, "model", None), reader.device)
 
 
