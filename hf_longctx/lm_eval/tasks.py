@@ -32,7 +32,7 @@ from ..corpus import load_tokens
 from ..metrics import tasks  # noqa: F401 - importing `tasks` registers every Task
 from ..metrics.run.prompts import OfflineModel
 from ..metrics.run.reader import LocalReader, Reader
-from ..metrics.run.runner import first_ids, measure_one, scores_of
+from ..metrics.run.runner import batches, first_ids, measure, scores_of
 from ..metrics.run.served import ServedModel
 from ..metrics.task import Missing, Subject, Task, as_key, options
 
@@ -178,7 +178,11 @@ def trial_scores(lm: Any, requests: list[Instance], disable_tqdm: bool = False) 
             with task.subject.reader.reading(first_ids(task.requests(trials[0].key)[0]), None):
                 mine = trials[share :: json.loads(settings)["documents"]]
                 # we only cache complete documents, so a killed run resumes with the next document
-                known[key] = [(trial.key, measure_one(task, trial)) for trial in mine]
+                known[key] = [
+                    (trial.key, score)
+                    for group in batches(task, mine)
+                    for trial, score in zip(group, measure(task, group))
+                ]
         replies.append(known[key])
         bar.update()
     return replies

@@ -30,6 +30,7 @@ from .model import first_parameter, input_device, text_config
 # Maximum numbers of tokens and logits per pass: small on a CPU to save memory, large on an accelerator for speed
 TOKENS_PER_PASS = {"cpu": 512, "accelerator": 4096}
 LOGITS_PER_PASS = {"cpu": 2**23, "accelerator": 2**26}
+CACHED_PASSES = 16  # maximum size of the cache of a batch of questions, in passes
 TRIAL_TOKENS = 32
 SMALLEST_PASS = 16
 OPTIONS = ("use_cache", "logits_to_keep")
@@ -53,9 +54,9 @@ class Engine:
     Args:
         model: a causal language model.
         trial: ids of a typical input, (T,) int64, T >= 3. We run the first 32 ids to detect what the model supports.
-        tokens_per_pass: maximum number of tokens in a forward pass, and in the cache of a batch. If the model does
-            not support chunked inputs, each input is read in one pass regardless of its length. Default: 512 on a
-            CPU, 4096 on other devices.
+        tokens_per_pass: maximum number of tokens in a forward pass, and in the cache of a batch. The cache of a batch
+            of questions may have 16 times as many tokens. If the model does not support chunked inputs, each input is
+            read in one pass regardless of its length. Default: 512 on a CPU, 4096 on other devices.
         compressed: cache for contexts; see `caches`. Default: the full cache, shared between inputs.
 
     Raises:
@@ -170,6 +171,10 @@ class Engine:
                 best[some] = np.concatenate([*map(argmax, parts)], axis=1)
         return best
 
+    def questions_per_batch(self, tokens: int) -> int:
+        """Return the number of questions of `tokens` tokens each to read together; at least 1."""
+        return max(1, CACHED_PASSES * self.tokens_per_pass // tokens)
+
     def logits(self, ids: np.ndarray, positions: range, context: int = 0) -> Iterator[torch.Tensor]:
         """Yield the logits at consecutive positions of an input (T,), in chunks (n, V) of n positions.
 
@@ -246,14 +251,21 @@ class Engine:
                 yield logits
             start = stop
 
-    def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int) -> Iterator[torch.Tensor]:
-        """Like `read`, but each row of ids (B, t) continues the cached sequence. The cache is not changed."""
-        if len(ids) == 1 and all(type(layer) is DynamicLayer for layer in cache.layers):
+    def read_after(
+        self, cache: DynamicCache, ids: np.ndarray, scored: int, shared: bool = True
+    ) -> Iterator[torch.Tensor]:
+        """Like `read`, but the cache is not changed.
+
+        Args:
+            shared: whether the cache has one sequence, and each row of ids (B, t) continues it. If False, the cache
+                has B sequences, and each row continues its own.
+        """
+        if (len(ids) == 1 or not shared) and all(type(layer) is DynamicLayer for layer in cache.layers):
             yield from self.read(ids, cache, scored)
             cache.crop(-ids.shape[1])
             return
         branch = copy.deepcopy(cache)  # other types of layers cannot be cropped, because they drop or overwrite tokens
-        if len(ids) > 1 and cache.get_seq_length():
+        if shared and len(ids) > 1 and cache.get_seq_length():
             first: Any = torch.zeros(len(ids), dtype=torch.long, device=self.device)
             branch.reorder_cache(first)
         yield from self.read(ids, branch, scored)

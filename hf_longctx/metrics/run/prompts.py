@@ -16,7 +16,7 @@ import numpy as np
 
 from ..checks import public_name
 from .probes import prompts
-from .reader import Reader
+from .reader import Reader, before_end, eos_ids
 
 
 NO_PREDICTION = -1  # placeholder for the predicted id if the logits are NaN
@@ -107,7 +107,7 @@ class OfflineModel(PromptReader):
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any) -> str:
         (output,) = self._generate(prompt[None], max_tokens=tokens)
-        return tokenizer.decode(self.without_end([*output.outputs[0].token_ids]))
+        return tokenizer.decode(before_end(output.outputs[0].token_ids, eos_ids(self.configs)))
 
     def _generate(self, prompts, **options):
         from vllm import SamplingParams

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GenerationMixin
 
 from ..checks import public_name
 from .caches import ContextCache, applied, context_cache, fingerprint, requested_cache
@@ -31,6 +32,7 @@ from .model import (
     vocabulary_size,
     weights_hash,
 )
+from .questions import Responded, ask
 
 
 IGNORED = (
@@ -84,13 +86,12 @@ class Reader:
                 return value[0] if isinstance(value, (list, tuple)) else value  # chat models may have several EOS ids
         return None
 
-    def without_end(self, ids: list[int]) -> list[int]:
-        """Return generated ids up to the first EOS of the configs, without the EOS."""
-        ends: set[int] = set()
-        for config in self.configs:
-            value = getattr(config, "eos_token_id", None)
-            ends.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-        return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
+    def questions_per_batch(self, tokens: int) -> int:
+        """Return the number of questions of `tokens` tokens each, including the response, to answer together.
+
+        If it is above 1, the reader has a method `ask`; see `LocalReader.ask`.
+        """
+        return 1
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
         """Return a context manager that prepares the model. `predict`, `score` and `reply` are only called inside it.
@@ -251,12 +252,18 @@ class LocalReader(Reader):
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any, context: int = 0) -> str:
         self.engine.forget_lengths()
+        prefilled = {} if self.cache is None else self._prefilled(prompt, context)
+        return tokenizer.decode(self._generate(prompt[None], tokens, prefilled)[0])
+
+    def _generate(self, prompts, tokens, prefilled):
+        """Return the ids of the greedy responses to prompts (B, T), without EOS. `prefilled` contains their cache."""
         # `generate` must use our cache, whatever cache the generation config asks for
         options: dict[str, Any] = {} if self.ignored_cache is None else {"cache_implementation": None}
-        if self.cache is not None:
-            options = {"cache_implementation": None, "use_cache": True} | self._prefilled(prompt, context)
-        ids = torch.from_numpy(prompt)[None].to(self.engine.device)
-        pad = getattr(self.model.generation_config, "pad_token_id", None)
+        if prefilled:
+            options = {"cache_implementation": None, "use_cache": True} | prefilled
+        ids = torch.from_numpy(prompts).to(self.engine.device)
+        config = getattr(self.model, "generation_config", None)
+        pad = getattr(config, "pad_token_id", None)
         generate: Any = self.model.generate
         output = generate(
             input_ids=ids,  # PEFT requires a keyword argument
@@ -266,16 +273,57 @@ class LocalReader(Reader):
             num_beams=1,
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
-            pad_token_id=0 if pad is None else pad,  # any id works, because a single sequence is not padded
+            pad_token_id=0 if pad is None else pad,  # any id works, because we drop the ids after EOS
             **options,
         )
-        return tokenizer.decode(self.without_end(output[0, len(prompt) :].tolist()))
+        ends = eos_ids([config])
+        return [before_end(row, ends) for row in output[:, prompts.shape[1] :].tolist()]
+
+    @property
+    def batches_questions(self) -> bool:
+        """Whether `ask` is supported: the model continues caches exactly, and uses the `generate` of transformers."""
+        model: Any = self.model
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        plain = getattr(type(model), "generate", GenerationMixin.generate) is GenerationMixin.generate
+        return self.cache is None and plain and self.engine.reuses_prefixes
+
+    def questions_per_batch(self, tokens: int) -> int:
+        return self.engine.questions_per_batch(tokens) if self.batches_questions else 1
+
+    def ask(
+        self, prompts: np.ndarray, answers: Sequence[np.ndarray], replies: Sequence[int], thinks: bool, tokenizer: Any
+    ) -> list[Responded]:
+        """Answer questions of one length; see `questions.ask`. Only supported if `batches_questions` is True."""
+        found: list[Responded] = []
+        while len(found) < len(prompts):
+            rest = slice(len(found), None)
+            arguments = prompts[rest], answers[rest], replies[rest], thinks, tokenizer
+            found += self.engine.with_less_memory(ask, self.engine, self._generate, *arguments)
+        return found
 
     def _prefilled(self, prompt, context):
         """Return the compressed cache of all tokens of a prompt but the last, as an argument of `generate`."""
         cache = self.engine.read_context(prompt[:context])
         [*self.engine.read(prompt[None, context:-1], cache, 0)]
         return {name: cache for name in CACHES if name in self.engine.accepted}
+
+
+def eos_ids(configs: Sequence[Any]) -> set[int]:
+    """Return all EOS ids of configs. Configs of chat models may have several."""
+    ends: set[int] = set()
+    for config in configs:
+        value = getattr(config, "eos_token_id", None)
+        ends.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return ends
+
+
+def before_end(ids: Sequence[int], ends: set[int]) -> list[int]:
+    """Return generated ids before the first EOS.
+
+    >>> before_end([5, 2, 0, 0], {2})
+    [5]
+    """
+    return [*ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]]
 
 
 class UnloadedModel(Reader):

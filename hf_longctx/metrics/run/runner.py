@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain, islice
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from tqdm.auto import tqdm
 
 from ... import __version__
 from ..checks import as_int
-from ..task import Answered, Key, Missing, Predict, Request, Score, Subject, Task, TaskResult, Trial
+from ..task import Answered, Ask, Key, Missing, Predict, Request, Score, Subject, Task, TaskResult, Trial
 from . import distributed
 from .engine import TOKENS_PER_PASS, UnsupportedInput
 from .journal import Journal
@@ -115,10 +117,9 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
                 mine = sorted(costs, key=lambda key: -costs[key])[place::processes]
                 bar.total = (bar.total or 0) + sum(costs[key] for key in mine)
                 try:
-                    for trial in trials:
-                        if trial.key in mine:
-                            bar.set_postfix_str(f"{trial.tokens:,} tokens")
-                            score = measure_one(task, trial)
+                    for group in batches(task, [trial for trial in trials if trial.key in mine]):
+                        bar.set_postfix_str(f"{group[0].tokens:,} tokens")
+                        for trial, score in zip(group, measure(task, group)):
                             size = reader.cache_size() if getattr(reader, "cache", None) else None
                             journal.append(trial.key, {"score": score, "cache": size} if size else score)
                             bar.update(costs[trial.key])
@@ -187,22 +188,71 @@ def result_of(
     return task.result(measured, settings, missing)
 
 
+def batches(task: Task, trials: Sequence[Trial]) -> Iterator[list[Trial]]:
+    """Divide trials into groups to measure together: consecutive trials of one length that fit into a batch."""
+    limits: dict[int, int] = {}
+    group: list[Trial] = []
+    for trial in trials:
+        if trial.tokens not in limits:
+            limits[trial.tokens] = questions_per_batch(task.subject.reader, trial.tokens) if task.asks else 1
+        same = not group or group[0].tokens == trial.tokens
+        if not same or sum(other.inputs for other in group) + trial.inputs > limits[trial.tokens]:
+            if group:
+                yield group
+            group = []
+        group.append(trial)
+    if group:
+        yield group
+
+
+def questions_per_batch(reader: Reader, tokens: int) -> int:
+    """Return `Reader.questions_per_batch`, or 1 for a reader without this method."""
+    return reader.questions_per_batch(tokens) if hasattr(reader, "questions_per_batch") else 1
+
+
 def measure_one(task: Task, trial: Trial) -> Any:
     """Return the score of a trial. If the model does not support the inputs, return `{"missing": reason}`."""
+    return measure(task, [trial])[0]
+
+
+def measure(task: Task, trials: Sequence[Trial]) -> list[Any]:
+    """Return the score of each trial; see `measure_one`. Questions of all trials are answered together."""
     subject, limit = task.subject, task.subject.reader.position_limit
-    if limit is not None and trial.tokens > limit:
-        return {"missing": f"beyond the model's {limit} positions"}
+    if limit is not None and trials[0].tokens > limit:
+        return [{"missing": f"beyond the model's {limit} positions"}] * len(trials)
+    requests = [task.requests(trial.key) for trial in trials]
     try:
-        responses = [answer(subject.reader, request, subject.tokenizer) for request in task.requests(trial.key)]
-    except UnsupportedInput as error:
-        return {"missing": str(error)}
-    except NotFinite as error:
-        raise ValueError(f"{task.name}, trial {trial.key}: {error} {OVERFLOW}") from None
-    return task.score(trial.key, responses)
+        responses = iter(answers(subject.reader, [*chain(*requests)], subject.tokenizer))
+    except (UnsupportedInput, NotFinite) as error:
+        if len(trials) > 1:  # find out which of them
+            return [measure_one(task, trial) for trial in trials]
+        if isinstance(error, UnsupportedInput):
+            return [{"missing": str(error)}]
+        raise ValueError(f"{task.name}, trial {trials[0].key}: {error} {OVERFLOW}") from None
+    return [task.score(trial.key, [*islice(responses, len(part))]) for trial, part in zip(trials, requests)]
 
 
 class NotFinite(ValueError):
     """The logits at a position are NaN or infinite."""
+
+
+def answers(reader: Reader, requests: Sequence[Request], tokenizer: Any) -> list[Any]:
+    """Return the model's responses to requests. Questions with prompts of one length are answered together."""
+    found: dict[int, Any] = {}
+    groups: dict[tuple[int, bool], list[int]] = {}  # indices of questions
+    for i, request in enumerate(requests):
+        if isinstance(request, Ask) and getattr(reader, "batches_questions", False):
+            groups.setdefault((len(request.prompt), request.thinks), []).append(i)
+        else:
+            found[i] = answer(reader, request, tokenizer)
+    for (_, thinks), indices in groups.items():
+        asked: list[Any] = [requests[i] for i in indices]
+        prompts, right = np.stack([request.prompt for request in asked]), [request.answer for request in asked]
+        responses = cast(Any, reader).ask(prompts, right, [request.reply for request in asked], thinks, tokenizer)
+        for i, request, (log_probs, best, reply) in zip(indices, asked, responses):
+            check_finite(log_probs, len(request.prompt), finite=False)
+            found[i] = Answered(total(log_probs), bool((best == request.answer).all()), reply)
+    return [found[i] for i in range(len(requests))]
 
 
 def answer(reader: Reader, request: Request, tokenizer: Any) -> Any:
@@ -222,7 +272,12 @@ def answer(reader: Reader, request: Request, tokenizer: Any) -> Any:
     if request.reply:
         say = partial(reader.reply, request.prompt, request.reply, tokenizer, **context)
         reply = tokenizer.decode(request.answer) if exact and not request.thinks else say()
-    return Answered(float(max(log_probs.sum(), -1e9)), exact, reply)  # JSON does not support infinity
+    return Answered(total(log_probs), exact, reply)
+
+
+def total(log_probs: np.ndarray) -> float:
+    """Return the sum of log-probabilities, at least -1e9, because JSON does not support infinity."""
+    return float(max(log_probs.sum(), -1e9))
 
 
 def score(
@@ -234,13 +289,18 @@ def score(
         NotFinite: a log-probability is NaN. If `finite` is True, infinite values also raise this error.
     """
     log_probs, best = reader.score(ids[:-1], ids[first:], range(first - 1, len(ids) - 1), **context)
+    check_finite(log_probs, first, finite)
+    return log_probs, best
+
+
+def check_finite(log_probs: np.ndarray, first: int, finite: bool) -> None:
+    """Raise NotFinite if a log-probability of the tokens from `first` on is NaN, or infinite if `finite` is True."""
     bad = np.flatnonzero(~np.isfinite(log_probs) if finite else np.isnan(log_probs))
     if len(bad):
         raise NotFinite(
             f"the log-probability of token {first + bad[0]} is {log_probs[bad[0]]}: the logits at position "
             f"{first + bad[0] - 1} are not finite."
         )
-    return log_probs, best
 
 
 def first_ids(request: Request) -> np.ndarray:
