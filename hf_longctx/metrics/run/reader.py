@@ -193,7 +193,7 @@ class LocalReader(Reader):
         self.ignored_cache = requested_cache(model) if self.cache is None else None
         if self.ignored_cache is not None:
             self.notes = [IGNORED.format(self.ignored_cache)]
-            warnings.warn(*self.notes, stacklevel=2)
+            warnings.warn(self.notes[0], stacklevel=2)
 
     def settings(self) -> dict[str, Any]:
         return {
