@@ -18,8 +18,6 @@ from .result import Number as Number
 from .result import Result as Result
 from .rope.bound import RopeBaseBound as RopeBaseBound
 from .rope.bound import rope_base_bound as rope_base_bound
-from .rope.bound import rope_base_scan as rope_base_scan
-from .rope.bound import rope_base_table as rope_base_table
 from .rope.bound import rope_context_bound as rope_context_bound
 from .rope.bound import rope_decay as rope_decay
 from .rope.bound import rope_inv_freq as rope_inv_freq

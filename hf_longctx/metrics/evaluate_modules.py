@@ -255,9 +255,10 @@ def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim
 
         - `verdicts`: "holds" or "violated".
         - `context_bounds`: largest distance that the base supports; None if unlimited.
-        - `minimum_bases`: smallest base that satisfies the bound at the context. Some larger bases fail.
-        - `settled_bases`: smallest base S such that all bases from S to 16 times the minimum base satisfy the bound.
-          None if there is no such base.
+        - `minimum_bases`: smallest base with three significant digits that satisfies the bound at the context. Some
+          larger bases fail.
+        - `settled_bases`: smallest base S such that all bases with three significant digits from S to 16 times the
+          minimum base satisfy the bound. None if there is no such base.
 
     Raises:
         ValueError: a number is out of range, or the two lists have different lengths.

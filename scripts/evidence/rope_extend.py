@@ -12,7 +12,6 @@ retrieval. Differences from the first base, the bound itself, are tested in pair
 scripts.evidence.pretraining. --model takes the folder of any model with one RoPE base.
 """
 
-import math
 from functools import partial
 from pathlib import Path
 
@@ -29,11 +28,10 @@ SPEED = 6e4  # tokens a second on an H200, a guess from models of 36M parameters
 
 
 def bases(args):
-    """Return the RoPE bases by model name, rounded up to two digits."""
+    """Return the RoPE bases by model name: multiples of the smallest base that satisfies the bound."""
     config = AutoConfig.from_pretrained(args.model)
     bound = rope_base_bound(args.length - 1, head_dim(config)).base
-    units = [10.0 ** (math.floor(math.log10(factor * bound)) - 1) for factor in args.factors]
-    several = [math.ceil(factor * bound / unit) * unit for factor, unit in zip(args.factors, units)]
+    several = [float(f"{factor * bound:.3g}") for factor in args.factors]
     reach = partial(rope_context_bound, head_dim=head_dim(config))
     return {f"base {base:g}, reaches {reach(base=base)}": base for base in several}
 

@@ -117,7 +117,6 @@ BOUNDS = [
     refused("minutes", lambda: rope_base_bound(10**12, 128), "context_length must be at most 100,000,000"),
     refused("a head_dim that no base helps", lambda: rope_base_bound(10, 2), "head_dim must be at least 4, got 2"),
     refused("half a pair at rest", lambda: rope_base_bound(9, 8, non_rotary_dims=3), "an even integer >= 0, got 3"),
-    refused("no search", lambda: rope_base_bound(9, 8, search_ratio=1.0), "must be a finite number above 1, got 1.0"),
 ]
 
 

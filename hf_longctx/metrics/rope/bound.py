@@ -14,13 +14,10 @@ context, it gives a lower bound on the base:
 m is a distance: in a context of N tokens, m <= N - 1. The bound is only a first estimate. It considers a single layer,
 but stacked layers have a larger receptive field (sec. 4.3). All arithmetic is numpy float64.
 
-A base is admissible for L if B_m >= 0 for m = 0..L. The admissible bases do not form an interval. The smallest
-admissible bases lie in windows with relative widths down to 1e-5. A grid search misses such windows, and therefore
-reports a larger minimum. Bases far above base_L can still fail. `rope_base_bound` finds the exact infimum and three
-numbers for practical use: the width of the first window, the smallest admissible base with two significant digits, and
-`settled_base`. All bases from `settled_base` to the end of the search are admissible. By Taylor's theorem, we do not
-miss any violation between two evaluations. This proof does not cover the rounding errors of the evaluations (below
-1e-8 in B_m at m = 1e6).
+A base is admissible for L if B_m >= 0 for m = 0..L. The admissible bases do not form an interval. The smallest ones
+lie in windows with relative widths down to 1e-5, and bases far above base_L can still fail. Users round a base to a
+few digits. `rope_base_bound` therefore searches the bases with three significant digits, and checks each at every
+distance. It finds the smallest admissible base, and the base above which all searched bases are admissible.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, localcontext
-from itertools import count
+from itertools import count, takewhile
 from numbers import Real
 from typing import Any
 
@@ -40,10 +36,8 @@ from ..checks import as_int
 
 
 EPS = float(np.finfo(np.float64).eps)
-WIDTH = 256  # number of consecutive distances in one row of a matrix product
-BATCH = 32  # number of rows that are re-evaluated together
 MAX_CONTEXT = 10**8  # longest context in tokens; longer contexts take minutes
-TWO_PI = Decimal("6.28318530717958647692528676655900576839433879875021")
+SEARCH_RATIO = 16  # the search for settled_base begins at this multiple of the minimum base
 
 
 def rope_inv_freq(base: float, head_dim: int) -> np.ndarray:
@@ -196,8 +190,8 @@ def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:
     return 4 * EPS * (m * theta.sum() + len(theta))
 
 
-def _first_negatives(theta: np.ndarray, limit: int, constant: int = 0) -> np.ndarray:
-    """Return an array (k,) of distances m with B_m + constant < 0.
+def _first_negatives(theta: np.ndarray, limit: int) -> np.ndarray:
+    """Return an array (k,) of distances m with B_m < 0.
 
     We divide the distances m <= limit into ranges, and search one range after another. The search ends at the first
     range with a negative value. We return all distances with negative values in this range. Values within float64
@@ -206,7 +200,7 @@ def _first_negatives(theta: np.ndarray, limit: int, constant: int = 0) -> np.nda
     first, size = 0, 1024  # the size of the ranges doubles, so the search can stop early
     while first <= limit:
         size = min(size, limit + 1 - first)
-        decay = _decay_range(theta, first, 1, size) + constant
+        decay = _decay_range(theta, first, 1, size)
         at = np.flatnonzero(decay < 0)
         at = at[decay[at] < -rounding_error(first + at, theta)]
         if len(at):
@@ -220,266 +214,77 @@ def _first_negatives(theta: np.ndarray, limit: int, constant: int = 0) -> np.nda
 
 @dataclass(frozen=True)
 class RopeBaseBound:
-    """The result of `rope_base_bound`. A base above 1 is admissible if B_m >= 0 for all m <= context_length.
+    """The result of `rope_base_bound`. A base is admissible if B_m >= 0 for all distances m <= context_length.
 
     Attributes:
         context_length: L, the largest distance in tokens.
         head_dim: number of dimensions that rotate. Each pair has one frequency.
         non_rotary_dims: number of dimensions that do not rotate. They add non_rotary_dims / 2 to every B_m.
-        base: base_L of eq. 18, the infimum of the admissible bases.
-        critical_distance: at this distance m, B_m is 0 for `base`, and negative for slightly smaller bases. None if
-            `base` is 1.
-        window_end: end of the first interval of admissible bases, [base, window_end]. None if the interval extends
-            beyond search_limit.
-        two_digit_base: the smallest admissible base with two significant digits.
-        settled_base: all bases from settled_base to search_limit are admissible. None if search_limit itself is not
-            admissible.
-        search_limit: the largest base searched.
+        base: the smallest admissible base with three significant digits. If every base is admissible, it is 1.01.
+        settled_base: all bases with three significant digits from settled_base to 16 times `base` are admissible. None
+            if the last of them is not admissible.
     """
 
     context_length: int
     head_dim: int
     non_rotary_dims: int
     base: float
-    critical_distance: int | None
-    window_end: float | None
-    two_digit_base: float
     settled_base: float | None
-    search_limit: float
-
-    @property
-    def window_width(self) -> float | None:
-        """Relative width of the first window, (window_end - base) / base."""
-        return None if self.window_end is None else (self.window_end - self.base) / self.base
 
 
-def rope_base_bound(
-    context_length: int, head_dim: int, *, non_rotary_dims: int = 0, search_ratio: float = 16.0
-) -> RopeBaseBound:
-    """Find the exact minimum base for a context length (eq. 18), and bases for use in practice.
+def rope_base_bound(context_length: int, head_dim: int, *, non_rotary_dims: int = 0) -> RopeBaseBound:
+    """Find the minimum base for a context length (eq. 18) among the bases with three significant digits.
+
+    We check every base in ascending order, at every distance.
 
     Args:
         context_length: L, the largest distance in tokens. B_m must be >= 0 for m = 0..L. A context of N tokens
             requires L = N - 1.
         head_dim: number of dimensions that rotate, even and at least 4.
         non_rotary_dims: number of dimensions that do not rotate (partial rotary embeddings), even.
-        search_ratio: the search for window_end and settled_base ends at search_ratio * base. This search takes most
-            of the time; `rope_base_table` omits it.
-
-    Returns:
-        RopeBaseBound. Its `base` is correct to one unit in the last place of a float64.
 
     Raises:
         ValueError: an argument is out of range. With head_dim=2, B_m = cos(m) does not depend on the base.
 
     >>> bound = rope_base_bound(1000, 128)
-    >>> round(bound.base, 6), bound.two_digit_base, round(bound.settled_base, 6)
-    (4206.019223, 4300.0, 6018.280857)
+    >>> bound.base, bound.settled_base
+    (4210.0, 6020.0)
     """
-    family = _DecayFamily(head_dim, non_rotary_dims)
-    if not (math.isfinite(search_ratio) and search_ratio > 1):
-        raise ValueError(f"search_ratio must be a finite number above 1, got {search_ratio!r}.")
+    exponents(head_dim)  # raises ValueError for an invalid head_dim
+    if head_dim < 4:
+        raise ValueError(
+            "head_dim must be at least 4, got 2. With head_dim=2, the single frequency is 1 for every base."
+        )
+    if non_rotary_dims < 0 or non_rotary_dims % 2:
+        raise ValueError(f"non_rotary_dims must be an even integer >= 0, got {non_rotary_dims!r}.")
     length = as_int("context_length", context_length, 1)
     if length > MAX_CONTEXT:
         raise ValueError(
             f"context_length must be at most {MAX_CONTEXT:,}, got {length:,}. Longer contexts take minutes."
         )
-    # Let u = ln base. Find the infimum, then the first violation above it, then the last violation before `end`.
-    ((_, start, critical),) = _infima(family, [length])
-    base = family.base_at_root(start, critical)
-    end = start + math.log(search_ratio)
-    window = _next_root(family, start, end, length)
-    settled = (start, critical) if window is None else _next_root(family, end, start, length)
-    assert settled is not None  # a downward search stops at the infimum at the latest
-    return RopeBaseBound(
-        context_length=length,
-        head_dim=head_dim,
-        non_rotary_dims=non_rotary_dims,
-        base=base,
-        critical_distance=critical,
-        window_end=None if window is None else family.base_at_root(*window),
-        two_digit_base=_scan(family, [length], 2, base)[length],
-        settled_base=None if settled[0] == end else family.base_at_root(*settled),
-        search_limit=math.exp(end),
-    )
+    at_rest = np.zeros(non_rotary_dims // 2)
+
+    def admissible(bases: Iterable[float]) -> Iterator[tuple[float, bool]]:
+        """Yield each base, and whether it is admissible."""
+        negative = np.array([])
+        for base in bases:
+            theta = np.append(rope_inv_freq(base, head_dim), at_rest)
+            # distances that violate the bound for one base often violate it for the next
+            if not (rope_decay(negative, inv_freq=theta) < -rounding_error(negative, theta)).any():
+                negative = _first_negatives(theta, length)
+                negative = negative[:: len(negative) // 64 + 1]
+            yield base, len(negative) == 0
+
+    base = next(base for base, holds in admissible(three_digit_bases(1)) if holds)
+    above = list(takewhile(lambda other: other <= SEARCH_RATIO * base, three_digit_bases(base)))
+    settled = [other for other, _ in takewhile(lambda found: found[1], admissible(reversed(above)))]
+    return RopeBaseBound(length, head_dim, non_rotary_dims, base, settled[-1] if settled else None)
 
 
-def rope_base_table(context_lengths: Iterable[int], head_dim: int, *, non_rotary_dims: int = 0) -> dict[int, float]:
-    """Map each length to its base_L (eq. 18).
-
-    All lengths together take as long as the largest length alone. See `rope_base_bound` for the arguments and
-    exceptions.
-    """
-    family = _DecayFamily(head_dim, non_rotary_dims)
-    return {length: family.base_at_root(u, m) for length, u, m in _infima(family, _lengths(context_lengths))}
-
-
-def rope_base_scan(
-    context_lengths: Iterable[int], head_dim: int, *, digits: int = 2, non_rotary_dims: int = 0
-) -> dict[int, float]:
-    """Map each length to its first admissible base with a given number of significant digits.
-
-    The bases are suitable for a config, but larger bases may still fail. See `rope_base_bound` for the arguments and
-    exceptions.
-    """
-    family = _DecayFamily(head_dim, non_rotary_dims)
-    return _scan(family, _lengths(context_lengths), as_int("digits", digits, 1), 1.0)
-
-
-class _DecayFamily:
-    """B_m as a function of u = ln base: B = sum_i cos(m theta_i) + constant, theta_i = exp(-u x_i), x_i = 2i/d.
-
-    The slope is dB/du = m sum x theta sin(m theta). K bounds the curvature, and decreases with u: |d2B/du2| <= K = m^2
-    sum (x theta)^2 + m sum x^2 theta.
-    """
-
-    def __init__(self, head_dim: int, non_rotary_dims: int):
-        self.x = exponents(head_dim)
-        if head_dim < 4:
-            raise ValueError(
-                "head_dim must be at least 4, got 2. With head_dim=2, the single frequency is 1 for every base."
-            )
-        if non_rotary_dims < 0 or non_rotary_dims % 2:
-            raise ValueError(f"non_rotary_dims must be an even integer >= 0, got {non_rotary_dims!r}.")
-        self.head_dim, self.constant = head_dim, non_rotary_dims // 2
-
-    def at(self, m: np.ndarray, u: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return B_m, its slope dB/du and the curvature bound K at u. Like m, each has shape (k,)."""
-        theta = np.exp(-u * self.x)
-        angle = np.multiply.outer(m, theta)
-        value = np.cos(angle).sum(-1) + self.constant
-        return value, m * (np.sin(angle) @ (self.x * theta)), self.curvature(m, theta)
-
-    def at_rows(self, starts: np.ndarray, u: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Evaluate WIDTH consecutive distances m, beginning at each of the k starts.
-
-        Returns:
-            B_m, dB/du, K and m. Each has shape (k, WIDTH).
-        """
-        theta = np.exp(-u * self.x)
-        coarse, fine = complex_exponential(np.multiply.outer(theta, starts)), rotations(theta, 0, 1, WIDTH)
-        m = starts[:, None] + np.arange(WIDTH)
-        slope = m * real_product(-1j * coarse, fine * (self.x * theta)[:, None])  # -1j selects the imaginary part
-        return real_product(coarse, fine) + self.constant, slope, self.curvature(m, theta), m
-
-    def curvature(self, m: np.ndarray, theta: np.ndarray) -> np.ndarray:
-        """Return the curvature bound K for each distance in m."""
-        x_theta = self.x * theta
-        return m * (m * (x_theta @ x_theta) + self.x @ x_theta) + np.finfo(np.float64).tiny  # positive even at m = 0
-
-    def base_at_root(self, u: float, m: int | None) -> float:
-        """Return the base near exp(u) at which B_m = 0.
-
-        We use Newton's method with 40-digit angles. float64 angles would lose two digits of the base.
-        """
-        if m is None:
-            return math.exp(u)
-        with localcontext() as context:
-            context.prec = 40
-            base = Decimal(math.exp(u))
-            for _ in range(3):
-                theta = [base ** (Decimal(-2 * i) / self.head_dim) for i in range(len(self.x))]
-                angle = np.array([float(m * t % TWO_PI) for t in theta])
-                slope = m * (np.sin(angle) @ (self.x * np.array(theta, dtype=np.float64)))
-                base -= base * Decimal((np.cos(angle).sum() + self.constant) / slope)
-            return float(base)
-
-
-def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int, float, int | None]]:
-    """Find base_L of eq. 18 for each length, in ascending order.
-
-    We increase u = ln base from 0. If B_m < 0 for some m <= L, no base up to the next root of B_m is admissible. We
-    move u to that root. If B_m >= 0 for all m <= L, exp(u) is base_L.
-
-    Yields:
-        (L, u, m): base_L is exp(u), and B_m rises through 0 at u. If u is 0, m is None.
-    """
-    u, critical = 0.0, None
-    for length in lengths:
-        while len(negative := _first_negatives(np.exp(-u * family.x), length, family.constant)):
-            u, critical = _step_past_violation(family, negative, u)
-        yield length, u, critical
-
-
-def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple[float, int]:
-    """Choose one of the distances m. Return the next root of B_m above u, and the chosen distance.
-
-    We choose the distance for which we can prove B_m < 0 on the longest interval above u.
-
-    Args:
-        m: distances (k,) with B_m < 0 at u.
-    """
-    m = m[:: len(m) // 64 + 1]  # a sample is enough
-    furthest = np.argmax(_sign_keeping_step(*family.at(m, u)))
-    m = m[furthest : furthest + 1]
-    while True:
-        value, slope, curvature = family.at(m, u)
-        step = _sign_keeping_step(value, slope, curvature)[0]
-        if value[0] >= 0 or step <= EPS * u:
-            return u, int(m[0])
-        u += step  # B_m < 0 for every base up to here
-
-
-def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple[float, int] | None:
-    """Find the first point between `u` and `end` where B_m becomes negative for some m <= length.
-
-    We group the distances m in rows. Each row has an interval that starts at `u`. On this interval, B_m >= 0 is proven
-    for all m of the row. `proven` contains the lengths of the intervals. To extend the shortest intervals, we
-    repeatedly evaluate their rows.
-
-    Returns:
-        the point and the distance m. None if there is no such point.
-    """
-    towards, starts = math.copysign(1, end - u), np.arange(0, length + 1, WIDTH)
-    proven = np.zeros(len(starts))
-    stride = 0.05  # maximum step in u; K grows by a factor of at most exp(2 stride) over a step
-    while True:
-        rows = np.argpartition(proven, min(BATCH, len(starts)) - 1)[:BATCH]
-        v = u + towards * proven[rows].min()
-        if proven[rows].min() >= abs(end - u):
-            return None
-        value, slope, curvature, m = family.at_rows(starts[rows], v)
-        step = _sign_keeping_step(np.maximum(value, 0), towards * slope, curvature * math.exp(2 * stride))
-        step[value < -rounding_error(m, np.exp(-v * family.x))] = 0
-        step[m > length] = np.inf  # the last row may extend beyond the length
-        nearest = np.unravel_index(step.argmin(), step.shape)
-        if step[nearest] <= 4 * EPS * v:
-            return v, int(m[nearest])
-        proven[rows] = np.maximum(proven[rows], proven[rows].min() + np.minimum(step.min(1), stride))
-
-
-def _sign_keeping_step(value: np.ndarray, slope: np.ndarray, curvature: np.ndarray) -> np.ndarray:
-    """Return the largest z such that f provably keeps its sign on [0, z].
-
-    Here f(0) = value, f'(0) = slope and |f''| <= curvature. Let `away` be -slope if value < 0, otherwise slope. By
-    Taylor's theorem, f keeps its sign as long as |value| + away z - curvature z^2 / 2 > 0.
-    """
-    away = np.where(value < 0, -slope, slope)
-    return (away + np.sqrt(away**2 + 2 * curvature * np.abs(value))) / curvature
-
-
-def _scan(family: _DecayFamily, lengths: Sequence[int], digits: int, start: float) -> dict[int, float]:
-    """Map each length L to its first admissible base that is at least `start` and has `digits` significant digits."""
-    table, left = {}, list(lengths)
-    at_rest = np.zeros(family.constant)
-    bases = _bases_of(digits, start)
-    while left:
-        base = next(bases)
-        theta = np.append(rope_inv_freq(base, family.head_dim), at_rest)
-        reach = rope_context_bound(inv_freq=theta, limit=left[-1])
-        while left and (reach is None or left[0] <= reach):
-            table[left.pop(0)] = base
-    return table
-
-
-def _bases_of(digits: int, start: float) -> Iterator[float]:
-    """Yield all numbers > 1 and >= start with `digits` significant digits, in ascending order."""
+def three_digit_bases(start: float) -> Iterator[float]:
+    """Yield all numbers > 1 and >= start with three significant digits, in ascending order."""
     for exponent in count(math.floor(math.log10(start))):
-        for mantissa in range(10 ** (digits - 1), 10**digits):
-            base = float(f"{mantissa}e{exponent - digits + 1}")
+        for digits in range(100, 1000):
+            base = float(f"{digits}e{exponent - 2}")
             if base > 1 and base >= start:
                 yield base
-
-
-def _lengths(context_lengths: Iterable[int]) -> list[int]:
-    return sorted({as_int("context_lengths", length, 1) for length in context_lengths})

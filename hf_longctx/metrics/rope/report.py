@@ -61,14 +61,12 @@ class RopeLayers:
         negative_distances: number of distances m in 0..max_distance with B_m < 0.
         last_negative: largest m in 0..max_distance with B_m < 0. None if negative_distances is 0.
         lowest_decay: minimum of B_m for m in 0..max_distance, to three decimals. B_0 is head_dim / 2.
-        minimum_base: base_L of eq. 18 for L = max_distance and plain RoPE on the same dimensions. Some larger bases
-            fail. None in four cases: it was not requested; max_distance is above 1048576; the RoPE type is
-            "proportional"; at least half of the head does not rotate. In the last case, every base satisfies the
-            bound.
-        two_digit_base: smallest base with two significant digits that satisfies the bound.
-        settled_base: all bases from settled_base to search_limit satisfy the bound. None if search_limit does not
-            satisfy the bound, or if minimum_base is None.
-        search_limit: largest base searched, 16 times minimum_base.
+        minimum_base: the smallest base with three significant digits that satisfies the bound for plain RoPE on the
+            same dimensions, up to max_distance. Some larger bases fail. None in four cases: it was not requested;
+            max_distance is above 1048576; the RoPE type is "proportional"; at least half of the head does not rotate.
+            In the last case, every base satisfies the bound.
+        settled_base: all bases with three significant digits from settled_base to 16 times minimum_base satisfy the
+            bound. None if the last of them does not, or if minimum_base is None.
         inv_freq: the rotary_dim / 2 frequencies, in radians per token.
     """
 
@@ -85,9 +83,7 @@ class RopeLayers:
     last_negative: int | None = None
     lowest_decay: float | None = None
     minimum_base: float | None = None
-    two_digit_base: float | None = None
     settled_base: float | None = None
-    search_limit: float | None = None
     inv_freq: list[float] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -176,11 +172,8 @@ class RopeReport(Result):
         bases = ("-", "-")
         if group.minimum_base is not None:
             unscaled = "" if group.rope_type == "default" else ", without scaling"
-            settled = "none" if group.settled_base is None else f"{group.settled_base:.7g}"
-            bases = (
-                f"{group.minimum_base:.7g}; of two digits {group.two_digit_base:g}{unscaled}",
-                f"{settled}; the search ended at {group.search_limit:.2g}",
-            )
+            settled = "none" if group.settled_base is None else f"{group.settled_base:g}"
+            bases = (f"{group.minimum_base:g}{unscaled}", f"{settled}, up to {16 * group.minimum_base:.2g}")
         return (
             *(layers, f"{group.rope_type}, base {group.base:g}", f"{group.rotary_dim} of {group.head_dim}"),
             *(f"up to m = {group.max_distance}", _up_to(group.context_bound), _up_to(group.rotary_only_bound)),
@@ -241,7 +234,7 @@ def rope_report(
             folder, or the path of a config.json.
         context_length: context to check, in tokens. Dynamic and longrope frequencies depend on it. Default: the
             largest length in the config or the tokenizer's config; see `config.claimed_context`.
-        minimum_base: whether to also find the minimum base (eq. 18). This takes half a minute for 128k tokens.
+        minimum_base: whether to also find the minimum base (eq. 18). This takes seconds for 128k tokens.
         model_kwargs: keywords of `from_pretrained` for a model given by its name, such as revision.
 
     Returns:
@@ -299,8 +292,7 @@ def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -
     minimum = {}
     if minimum_base and at_rest < len(rotating):
         bases = rope_base_bound(reach, 2 * len(rotating), non_rotary_dims=2 * at_rest)
-        names = ("two_digit_base", "settled_base", "search_limit")
-        minimum = {"minimum_base": bases.base, **{name: getattr(bases, name) for name in names}}
+        minimum = {"minimum_base": bases.base, "settled_base": bases.settled_base}
     return RopeLayers(
         layer_type=kind,
         layers=layers or None,

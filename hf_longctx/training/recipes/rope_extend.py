@@ -49,7 +49,8 @@ merge: true
 def extend_rope(config, args: Any) -> str:
     """Extend a config's context to `max_length`, and choose a RoPE base above the bound for this context.
 
-    A longer context in the config is retained. The bound on the base is eq. 18 of arXiv 2405.14591.
+    A longer context in the config is retained. The bound on the base is eq. 18 of arXiv 2405.14591. We write the base
+    that was checked, which has three significant digits.
 
     Returns:
         a one-line description of the change.
@@ -72,14 +73,7 @@ def extend_rope(config, args: Any) -> str:
             "already suffices for this context. Give a larger --max_length, or --recipe lora."
         )
     bound = rope_base_bound(context - 1, head_dim)
-    rope["rope_theta"], config.max_position_embeddings = bound.two_digit_base, context
-    if bound.settled_base is not None:  # larger bases also satisfy the bound, but rounding can leave this range
-        settled = float(f"{bound.settled_base * 1.05:.1e}")
-        if (
-            settled >= bound.settled_base
-            and rope_context_bound(base=settled, head_dim=head_dim, limit=context - 1) is None
-        ):
-            rope["rope_theta"] = settled
+    rope["rope_theta"], config.max_position_embeddings = bound.settled_base or bound.base, context
     return (
         f"RoPE base: {old:g} (reaches {reach} tokens) -> {rope['rope_theta']:g}; {context} tokens need at least "
         f"{bound.base:.0f}"
