@@ -73,6 +73,8 @@ class Backbone:
         # RoBERTa reserves its first positions for padding. Count the others. None: no positions are reserved.
         counts = [x.num_embeddings - x.padding_idx - 1 for x in tables if getattr(x, "padding_idx", None) is not None]
         self.positions = min(counts, default=None)
+        # whether `forward` accepts position ids that start at 0
+        self.counts_from_0 = "position_ids" in self.forward_arguments and self.positions is None
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
         # The following results are None until the first test pass.
@@ -157,11 +159,6 @@ class Backbone:
     def has_data(self) -> bool:
         """Whether the weights contain data. Weights on the meta device do not."""
         return self.device.type != "meta"
-
-    @property
-    def counts_from_0(self) -> bool:
-        """Whether `forward` accepts position ids that start at 0. The position ids of RoBERTa start later."""
-        return "position_ids" in self.forward_arguments and self.positions is None
 
     @property
     def attention(self) -> str | None:
@@ -316,7 +313,7 @@ class Backbone:
                 if keep is None:
                     self.base(**inputs)
                 elif "logits_to_keep" in self.forward_arguments:
-                    logits = self.model(**inputs, logits_to_keep=keep).logits
+                    logits = self.model(**inputs, logits_to_keep=0 if len(keep) == embeds.shape[1] else keep).logits
                 else:
                     logits = self.model(**inputs).logits[:, keep]
         finally:

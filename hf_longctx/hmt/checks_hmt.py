@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from .configuration_hmt import check_loss_settings
 from .reader_hmt import Reader
 from .state_hmt import HMTState
 
@@ -56,7 +57,10 @@ def check_call(
     labels: Tensor | None,
     state: HMTState | None,
     use_cache: bool,
+    logits_to_keep: int | Tensor,
     score_from: int | None,
+    loss_scope: str | None,
+    bptt_segments: int | None,
     keywords: dict,
 ) -> Tensor | None:
     """Check the arguments of `HMTWrapper.forward`.
@@ -89,6 +93,12 @@ def check_call(
             f"`score_from` must be a position from 0 to {places[-1]} within a segment, got {score_from!r}. "
             "`score_from` also requires labels."
         )
+    if not isinstance(logits_to_keep, Tensor) and (not isinstance(logits_to_keep, Integral) or logits_to_keep < 0):
+        raise ValueError(
+            f"`logits_to_keep` must be a non-negative int or a tensor of positions, got {logits_to_keep!r}."
+        )
+    if loss_scope is not None or bptt_segments is not None:
+        check_loss_settings("all" if loss_scope is None else loss_scope, bptt_segments)
     if state is not None:
         check_state(reader, state)
     mask = None if attention_mask is None or (attention_mask == 1).all() else attention_mask == 1
@@ -99,22 +109,6 @@ def check_call(
     return mask
 
 
-def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
-    """Return the first position whose logits are needed. If `logits_to_keep` is a tensor, return 0.
-
-    Args:
-        logits_to_keep: as in `HMTWrapper.forward`.
-        tokens: number of positions in the call.
-    """
-    if isinstance(logits_to_keep, Tensor):
-        return 0
-    if not isinstance(logits_to_keep, Integral) or logits_to_keep < 0:
-        raise ValueError(
-            f"`logits_to_keep` must be a non-negative int or a tensor of positions, got {logits_to_keep!r}."
-        )
-    return max(0, tokens - logits_to_keep) if logits_to_keep else 0
-
-
 def check_state(reader: Reader, state: HMTState) -> None:
     """Raise ValueError if the state is from another model, or if paper mode cannot continue from the state."""
     differing = {name: value for name, value in reader.signature.items() if state.signature.get(name) != value}
@@ -123,11 +117,10 @@ def check_state(reader: Reader, state: HMTState) -> None:
         raise ValueError(
             f"The state is from a model with other settings: {of_state}. This model has {differing}. Start a new state."
         )
-    weight = reader.lm.model.get_input_embeddings().weight
     # FSDP replaces the weight with its own type, and casts it on use. The dtype of such a weight is not checked.
-    if type(weight) is torch.nn.Parameter and state.dtype not in (None, weight.dtype):
+    if state.dtype not in (None, reader.dtype) and type(reader.embed.weight) is torch.nn.Parameter:
         raise ValueError(
-            f"`state` must have the dtype {weight.dtype} of the model, got {state.dtype}. Save the state and load it "
+            f"`state` must have the dtype {reader.dtype} of the model, got {state.dtype}. Save the state and load it "
             "with HMTState.load(path, model), or load the model in the state's dtype."
         )
     open_tokens = state.position % reader.length
@@ -168,4 +161,4 @@ def check_padding(reader: Reader, mask: Tensor, state: HMTState | None, use_cach
         )
 
 
-__all__ = ["check_call", "check_generation", "first_position", "same_state"]
+__all__ = ["check_call", "check_generation", "same_state"]

@@ -26,7 +26,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,104 +41,22 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
-from transformers.utils import ModelOutput, cached_file
+from transformers.utils import cached_file
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
-from .checks_hmt import check_call, first_position, same_state
-from .configuration_hmt import HMTConfig, check_loss_settings, custom_model_class
+from .call_hmt import Call
+from .checks_hmt import check_call, same_state
+from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
-from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, memory_dtype
-from .packing_hmt import PackedSegments
-from .paper_hmt import Paper
+from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory
+from .output_hmt import HMTOutput
+from .packing_hmt import PackedRows
+from .paper_hmt import read as read_paper
 from .reader_hmt import Reader, basis_of, settle
-from .segments_hmt import Report, Segments
-from .single_pass_hmt import SinglePass
-from .state_hmt import HMTState, join_rows
-
-
-@dataclass
-class HMTOutput(ModelOutput):
-    """Output of `HMTWrapper`. `recall_*` and `memories` require `output_recall=True`.
-
-    Attributes:
-        loss: scalar, returned if `labels` are given.
-        logits: (B, T, V), 0 on padding. `logits_to_keep` can select some of the T positions.
-        state: `HMTState` after the last token, returned with `use_cache=True`.
-        recall_scores: for each segment, the recall weights of the memories, (B, c), oldest first. A weight is 0 if the
-            row does not have the memory. If the segment does not recall, the entry is None. The first segment and a
-            segment with an incomplete query do not recall.
-        recall_ends: for each segment, the ends of the remembered segments, (B, c), long. An end is a number of tokens
-            from the start of the sequence. The entry is None where the entry of `recall_scores` is None.
-        recall_distance: distance in segments to the memory with the largest weight, (segments, B), long. Without a
-            recall, the distance is 0.
-        memories: memory embeddings of each segment of this call, (B, m, d); 0 in a row without this memory.
-        cache: alias of `state`, used since transformers 5.24.
-        past_key_values: alias of `state`, used before transformers 5.24.
-    """
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    state: HMTState | None = None
-    recall_scores: tuple | None = None
-    recall_ends: tuple | None = None
-    segment_length: int | None = None
-    recall_distance: Tensor | None = None
-    memories: tuple | None = None
-    cache: HMTState | None = None
-
-    @property
-    def past_key_values(self) -> HMTState | None:
-        """Alias of `state`, used before transformers 5.24."""
-        return self.state
-
-    @property
-    def last_hidden_state(self) -> Tensor:
-        """Raise AttributeError, because no single pass reads the whole sequence."""
-        raise AttributeError(
-            "HMT does not return last_hidden_state, so the trainers of TRL cannot train it. Train with Trainer of "
-            "transformers or with hf-longctx finetune --recipe hmt. Trainers of TRL can train the backbone before it "
-            "is wrapped: HMTWrapper.from_backbone(trainer.model, config)."
-        )
-
-    def add_reports(self, reports: list[list[Report]], segment_length: int, ids: Tensor) -> None:
-        """Set `recall_*`, `memories` and `segment_length` from the reports of the segments."""
-        batch, recalls, memories = len(ids), [], []
-        for of_segment in reports:
-            found: list[Any] = [x for x in of_segment if x.recall is not None and x.recall.weights is not None]
-            made = [(x.chunk.rows, x.memory) for x in of_segment if x.memory is not None]
-            memories += [join_rows(made, batch)] if made else []
-            weights, ends, distance = None, None, ids.new_zeros(batch, dtype=torch.long)
-            if found:
-                weights = join_rows([(x.chunk.rows, x.recall.weights) for x in found], batch)
-                ends = join_rows([(x.chunk.rows, x.recall.ends) for x in found], batch)
-                segments = {row: n for x in found for row, n in zip(x.chunk.rows, x.chunk.segments)}
-                begins = torch.tensor([segments.get(row, 0) for row in range(batch)], device=ends.device)
-                nearest = ends.gather(1, weights.argmax(1, keepdim=True)).squeeze(1) // segment_length
-                distance = (1 + begins - nearest) * (ends > 0).any(1)
-            recalls.append((weights, ends, distance))
-        self.recall_scores, self.recall_ends, distances = zip(*recalls)
-        self.recall_distance = torch.stack(distances)
-        self.memories, self.segment_length = tuple(memories), segment_length
-
-    def recalled(self, row: int = 0, top: int | None = 3) -> list[list[tuple[range, float]]]:
-        """For each segment of the call, list the `top` memories with the largest recall weights, best first.
-
-        Each entry is a pair: the range of the memory's tokens in the sequence, and the weight. If a segment does not
-        recall, its list is empty.
-
-        Raises:
-            ValueError: the call did not use `output_recall=True`.
-        """
-        if self.recall_scores is None or self.recall_ends is None or self.segment_length is None:
-            raise ValueError("The output does not contain recall scores. Call the model with output_recall=True.")
-        listed = []
-        for scores, ends in zip(self.recall_scores, self.recall_ends):
-            pairs = [] if scores is None else zip(ends[row].tolist(), scores[row].tolist())
-            best = sorted((pair for pair in pairs if pair[0] and pair[1]), key=lambda pair: -pair[1])[:top]
-            listed.append([(range(end - self.segment_length, end), weight) for end, weight in best])
-        return listed
+from .single_pass_hmt import read as read_single_pass
+from .state_hmt import HMTState
 
 
 class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
@@ -215,7 +132,12 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     @property
     def reader(self) -> Reader:
         """What this model has settled. If a part that it depends on was replaced, it is settled again."""
-        if self._reader.basis != basis_of(self.lm, self.memory):
+        if "_is_replica" in self.__dict__:
+            raise NotImplementedError(
+                "HMTWrapper does not support torch.nn.DataParallel. Start one process per GPU (torchrun, accelerate "
+                "launch), or make only one GPU visible: CUDA_VISIBLE_DEVICES=0."
+            )
+        if not self._reader.is_settled or self._reader.basis != basis_of(self.lm, self.memory):
             self._reader = settle(self.config, self.lm, self.memory)
         return self._reader
 
@@ -325,82 +247,47 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ValueError: one of: the input is empty or has the wrong shape; the padding or an argument is not supported;
                 the state is from another model.
         """
-        cache = same_state(cache, past_key_values)
-        if cache is not None:
-            state = same_state(state, cache)
+        reader = self.reader
+        if cache is not None or past_key_values is not None:
+            state = same_state(state, cache, past_key_values)
             if (
                 attention_mask is not None and input_ids is not None
-            ):  # transformers passes the mask of the whole sequence
+            ):  # transformers passes a mask of the whole sequence
                 attention_mask = attention_mask[:, -input_ids.shape[1] :]
         use_cache = state is not None if use_cache is None else use_cache
-        if "_is_replica" in self.__dict__:
-            raise NotImplementedError(
-                "HMTWrapper does not support torch.nn.DataParallel. Start one process per GPU (torchrun, accelerate "
-                "launch), or make only one GPU visible: CUDA_VISIBLE_DEVICES=0."
-            )
-        reader = self.reader
-        loss_scope = reader.config.loss_scope if loss_scope is None else loss_scope
-        bptt_segments = reader.config.bptt_segments if bptt_segments is None else bptt_segments
-        cuda_graphs = reader.config.cuda_graphs if cuda_graphs is None else cuda_graphs
-        check_loss_settings(loss_scope, bptt_segments)
-        mask = check_call(reader, input_ids, attention_mask, labels, state, use_cache, score_from, kwargs)
+        settings = logits_to_keep, score_from, loss_scope, bptt_segments
+        mask = check_call(reader, input_ids, attention_mask, labels, state, use_cache, *settings, kwargs)
         assert input_ids is not None
-        first = first_position(logits_to_keep, input_ids.shape[1])
-        if self.training and torch.is_grad_enabled() and self._only_adapters_train():
+        trains = self.training and torch.is_grad_enabled()
+        if trains:
+            self._warn_if_memory_is_frozen()
+        if state is None:
+            state = self.new_state(len(input_ids), device=input_ids.device)
+        rows = PackedRows(reader, state, input_ids, mask, logits_to_keep, bptt_segments or reader.config.bptt_segments)
+        if labels is not None:
+            rows.add_targets(labels, loss_scope or reader.config.loss_scope, score_from)
+        call = Call(
+            reader,
+            rows,
+            loss_function=None if labels is None else self.loss_function,
+            checkpoint=self._gradient_checkpointing_func if trains and self.gradient_checkpointing else None,
+            cuda_graphs=reader.config.cuda_graphs if cuda_graphs is None else cuda_graphs,
+            output_recall=output_recall,
+        )
+        read = read_single_pass if reader.single_pass else read_paper
+        state = self.memory(partial(read, call, state, use_cache))  # accelerate loads offloaded weights in such a call
+        return call.output(state, use_cache, num_items_in_batch)
+
+    def _warn_if_memory_is_frozen(self) -> None:
+        """Warn if only adapters of the backbone are trained."""
+        if any(p.requires_grad for p in self.memory.parameters()):
+            return
+        if any(p.requires_grad and ".lora_" in name for name, p in self.backbone.named_parameters()):
             warnings.warn(
                 "Only adapters of the backbone are trained, and the memory stays frozen. Pass "
                 'modules_to_save=["memory"] to LoraConfig, unless the memory has been trained before.',
-                stacklevel=2,
+                stacklevel=3,
             )
-        if state is None:
-            state = self.new_state(len(input_ids), device=input_ids.device)
-        if not cuda_graphs:
-            self.lm.graphs.graphs.clear()
-        packed = PackedSegments(reader, state, input_ids, mask, labels, score_from, first, loss_scope, bptt_segments)
-        checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        layout = (SinglePass if reader.single_pass else Paper)(
-            reader,
-            self.loss_function,
-            self._gradient_checkpointing_func if checkpoints else None,
-            cuda_graphs,
-            output_recall,
-        )
-        state = self.memory(
-            partial(layout.read, state, packed, use_cache)
-        )  # accelerate loads offloaded weights when the module is called
-        like = next((x for row in layout.pieces.values() for x in row.values()), None)
-        if like is None:  # all requested positions are padding
-            like = torch.zeros(0, self.config.vocab_size, dtype=memory_dtype(self), device=input_ids.device)
-        logits = packed.unpack(layout.pieces, like)
-        if isinstance(logits_to_keep, Tensor):
-            logits = logits[:, logits_to_keep.to(logits.device)]
-        result = HMTOutput(logits=logits)
-        if labels is not None:
-            result.loss = self._mean_loss(layout, packed, num_items_in_batch)
-        if use_cache:
-            result.cache = result.state = packed.end(state)
-        if output_recall:
-            result.add_reports(layout.reports, reader.length, input_ids)
-        return result
-
-    def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Return the mean cross entropy of the scored labels.
-
-        With `num_items_in_batch`, return this call's share of the mean over the whole batch.
-        """
-        loss = torch.stack(layout.losses).sum()
-        loss = loss / packed.n_scored.clamp(min=1).to(loss)  # the loss is 0, not nan, if no label is scored
-        if num_items_in_batch is not None:
-            loss = loss * (packed.n_labelled / num_items_in_batch).to(loss)
-        if self.training and torch.distributed.is_available() and torch.distributed.is_initialized():
-            # DDP needs a gradient for every parameter. A sequence of one segment does not use the recall parameters.
-            loss = loss + 0 * sum(p.sum() for p in self.memory.parameters())
-        return loss
-
-    def _only_adapters_train(self) -> bool:
-        if any(p.requires_grad for p in self.memory.parameters()):
-            return False
-        return any(p.requires_grad and ".lora_" in name for name, p in self.backbone.named_parameters())
 
     def new_state(self, batch_size: int = 1, device: torch.device | str | None = None) -> HMTState:
         """Create an empty state. A call without a `state` creates its own.

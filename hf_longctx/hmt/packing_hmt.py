@@ -2,10 +2,13 @@
 
 Each row has its own segment boundaries. A row consists of its sensory tokens, the tokens of its open segment and its
 new tokens. Rows are padded on the right. Causality hides padding on the right in every backbone (attention, recurrence
-or convolution), even without an attention mask. `PackedSegments` contains all tokens of a call. A `Chunk` groups rows
-that are at the same position in their segments. It contains one segment of each of these rows.
+or convolution), even without an attention mask. `PackedRows` contains all tokens of a call. A `Part` groups rows that
+are at the same position in their segments. It contains one segment of each of these rows.
+
+A token has one coordinate: its index in the segment. Sensory tokens have the indices -k to -1.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,63 +21,57 @@ from .retriever_hmt import long_tensor
 from .state_hmt import HMTState
 
 
-def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """In each row, left-align the entries that `mask`, (B, n), selects. Drop columns that become empty.
-
-    Returns:
-        The aligned mask and the aligned tensors, (B, n'). Tensors are zero where the aligned mask is False.
-    """
-    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
-    mask = mask.gather(1, order)
-    return mask, *(x.gather(1, order).masked_fill(~mask, 0) for x in tensors)
-
-
-class Chunk(NamedTuple):
+class Part(NamedTuple):
     """One segment of each row. Segments may be incomplete. All B rows are at the same position in their segments.
 
     rows: indices of the rows in the batch.
     segments: for each row, the index of the segment in the sequence.
-    returned: for each row, the first token whose logits are returned, as an index in the segment.
-    ids: token ids, (B, k + count): the k tokens before the segment, then the segment so far.
-    targets: target token ids, (B, count). Targets of -100 are not scored. None without labels.
-    mask: (B, count), bool, False on padding. Used only in paper mode. None without padding.
-    count: number of tokens of the segment so far.
+    returned_from: for each row, the first token whose logits are returned.
+    positions: for each row, the position id of token 0 in single-pass mode.
+    ids: ids of the tokens -k to `stop` - 1, (B, k + stop).
+    targets: target ids of the tokens 0 to `stop` - 1, (B, stop). Targets of -100 are not scored. None without labels.
+    mask: (B, stop), bool, False on padding. Used only in paper mode. None without padding.
+    stop: number of tokens of the segment so far.
     read: number of tokens of the segment that earlier calls have read.
-    cuts: whether backpropagation is truncated at the end of the segment.
+    ends_bptt: whether backpropagation is truncated at the end of the segment.
     """
 
     rows: list[int]
     segments: list[int]
-    returned: list[int]
+    returned_from: list[int]
+    positions: list[int]
     ids: Tensor
     targets: Tensor | None
     mask: Tensor | None
-    count: int
+    stop: int
     read: int
-    cuts: bool
+    ends_bptt: bool
 
     @property
-    def first(self) -> int:
-        """The first token whose logits are computed, as an index in the segment."""
-        return min(self.returned) if self.targets is None else self.read
+    def needed_from(self) -> int:
+        """The first token whose logits are computed."""
+        return min(self.returned_from) if self.targets is None else self.read
 
 
-def join_chunks(chunks: list[Chunk]) -> Chunk:
-    """Truncate chunks to the length of the shortest one, and concatenate them along the batch dimension."""
-    if len(chunks) == 1:
-        return chunks[0]
-    joined, (count, read) = chunks[0]._asdict(), map(min, zip(*((chunk.count, chunk.read) for chunk in chunks)))
-    for name, value in joined.items():
-        values = [getattr(chunk, name) for chunk in chunks]
-        if isinstance(value, list):
-            joined[name] = [x for part in values for x in part]
-        elif isinstance(value, Tensor):
-            widths = [x.shape[1] - chunk.count + count for x, chunk in zip(values, chunks)]
-            joined[name] = torch.cat([x[:, :width] for x, width in zip(values, widths)])
-    return Chunk(**joined | {"count": count, "read": read})
+def join_parts(parts: list[Part]) -> Part:
+    """Truncate parts to the length of the shortest one, and concatenate them along the batch dimension."""
+    if len(parts) == 1:
+        return parts[0]
+    stop, read = min(part.stop for part in parts), min(part.read for part in parts)
+    joined: dict[str, Any] = {"stop": stop, "read": read, "ends_bptt": parts[0].ends_bptt}
+    for name in ("rows", "segments", "returned_from", "positions"):
+        joined[name] = [value for part in parts for value in getattr(part, name)]
+    for name in ("ids", "targets", "mask"):
+        tensors = [getattr(part, name) for part in parts]
+        if tensors[0] is not None:
+            tensors = [x[:, : x.shape[1] - part.stop + stop] for x, part in zip(tensors, parts)]
+            joined[name] = torch.cat(tensors)
+        else:
+            joined[name] = None
+    return Part(**joined)
 
 
-class PackedSegments:
+class PackedRows:
     """The tokens of a call, preceded by the sensory tokens and the open segment of each row.
 
     Args:
@@ -82,19 +79,18 @@ class PackedSegments:
         state: the state before the call.
         input_ids: (B, T).
         mask: (B, T), bool; None without padding.
-        labels: (B, T), or None.
-        score_from: as in `HMTWrapper.forward`.
-        first: first position of the call whose logits are returned.
-        loss_scope, bptt_segments: as in `HMTConfig`.
+        logits_to_keep: as in `HMTWrapper.forward`.
+        bptt_segments: as in `HMTConfig`.
 
     Attributes:
         ids: token ids, (B, k + W), left-aligned. Each row contains k sensory tokens, then up to W other tokens. The
             tokens of the open segment precede the tokens of this call. In paper mode, padding stays in place.
-        targets, mask: as in `Chunk`, (B, W).
+        mask: as in `Part`, (B, W).
         segments: for each row, the index of its open segment.
         opened: for each row, the number of tokens of its open segment that earlier calls have read.
         lengths: for each row, the total number of tokens of the open segment and of this call.
         padding: for each row, the number of padding columns before the new tokens.
+        targets: as in `Part`, (B, W). None before `add_targets`.
         n_scored: number of targets that the loss includes.
         n_labelled: number of targets, including targets that `score_from` or `loss_scope` excludes.
     """
@@ -105,107 +101,142 @@ class PackedSegments:
         state: HMTState,
         input_ids: Tensor,
         mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        score_from: int | None = None,
-        first: int = 0,
-        loss_scope: str = "all",
+        logits_to_keep: int | Tensor = 0,
         bptt_segments: int | None = None,
     ):
-        length, k, (rows, tokens) = reader.length, reader.k, input_ids.shape
-        self.reader, self.first, self.tokens, self.bptt_segments = reader, first, tokens, bptt_segments
-        self.segments, self.opened = zip(*(divmod(n, length) for n in state.lengths))
-        ids, before = torch.cat([state.tail, input_ids], 1), state.tail.shape[1]
-        device, new, self.padding = ids.device, [tokens] * rows, [0] * rows
-        labels = None if labels is None else F.pad(labels, (before, 0), value=-100)
-        there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
-        self.mask = None
-        if not reader.single_pass and (mask is not None or state.open_mask is not None):
-            opened = state.open_mask
-            opened = torch.ones_like(state.open_ids, dtype=torch.bool) if opened is None else opened
-            self.mask = torch.cat([opened, there], 1)
-        elif mask is not None or min(self.opened) < before - k:
+        self.reader = reader
+        self.logits_to_keep = logits_to_keep
+        self.bptt_segments = bptt_segments
+        self.offset = reader.n_prefix + reader.k  # position id of token 0, except in the first segment
+        rows, self.tokens = input_ids.shape
+        self.returned_from = 0  # the first position of the call whose logits are returned
+        if not isinstance(logits_to_keep, Tensor) and logits_to_keep:
+            self.returned_from = max(0, self.tokens - logits_to_keep)
+        self.segments, self.opened = zip(*(divmod(n, reader.length) for n in state.lengths))
+        self.lengths = [opened + self.tokens for opened in self.opened]
+        self.padding = [0] * rows
+        self.ids = torch.cat([state.tail, input_ids], 1)
+        self.before = state.tail.shape[1]  # number of columns before the tokens of this call
+        self.mask = self.targets = self.order = None
+        if not reader.single_pass:
+            if mask is not None or state.open_mask is not None:
+                there = [torch.ones_like(x, dtype=torch.bool) for x in (state.open_ids, input_ids)]
+                given = (state.open_mask, mask)
+                self.mask = torch.cat([x if own is None else own for own, x in zip(given, there)], 1)
+        elif mask is not None or min(self.opened) < self.before - reader.k:
             if mask is not None:
-                new, self.padding = mask.sum(1).tolist(), mask.long().argmax(1).tolist()
-            opened = torch.arange(before, device=device) < k + torch.tensor(self.opened, device=device)[:, None]
-            there = torch.cat([opened, there], 1)
-            aligned, ids = align(there, ids)
-            labels = None if labels is None else align(there, labels)[1].masked_fill(~aligned, -100)
-        self.ids, self.targets = ids, None
-        self.lengths = [m + n for m, n in zip(self.opened, new)]
-        if labels is not None:
-            targets = F.pad(labels[:, k + 1 :], (0, 1), value=-100)
-            place = torch.arange(targets.shape[1], device=device)
-            targets = targets.masked_fill(place < long_tensor(self.opened, device)[:, None], -100)
-            self.n_labelled = (targets != -100).sum()
-            if loss_scope == "last":
-                to_the_end = long_tensor(self.lengths, device)[:, None] - place
-                targets = targets.masked_fill(to_the_end > length + 1, -100)
-            if score_from is not None:
-                targets = targets.masked_fill(place % length < score_from, -100)
-            self.n_scored, self.targets = (targets != -100).sum(), targets
+                self.lengths = [opened + n for opened, n in zip(self.opened, mask.sum(1).tolist())]
+                self.padding = mask.long().argmax(1).tolist()
+            self.left_align(torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask)
 
-    def chunks(self) -> list[list[Chunk]]:
+    def left_align(self, mask: Tensor) -> None:
+        """Left-align the tokens of each row. `mask`: (B, T), bool, False on padding of this call."""
+        place = torch.arange(self.before, device=mask.device)
+        of_state = place < self.reader.k + long_tensor(self.opened, mask.device)[:, None]
+        there = torch.cat([of_state, mask], 1)
+        order = (~there).to(torch.uint8).argsort(dim=1, stable=True)
+        self.order = order[:, : self.reader.k + max(self.lengths)]
+        self.there = there.gather(1, self.order)
+        self.ids = self.aligned(self.ids, 0)
+
+    def aligned(self, x: Tensor, fill: int) -> Tensor:
+        """Align columns (B, before + T) like the ids. Padding becomes `fill`."""
+        return x if self.order is None else x.gather(1, self.order).masked_fill(~self.there, fill)
+
+    def add_targets(self, labels: Tensor, loss_scope: str, score_from: int | None) -> None:
+        """Set `targets`, `n_labelled` and `n_scored`. For the arguments, see `HMTWrapper.forward`."""
+        labels = self.aligned(F.pad(labels, (self.before, 0), value=-100), -100)
+        targets = F.pad(labels[:, self.reader.k + 1 :], (0, 1), value=-100)
+        place = torch.arange(targets.shape[1], device=targets.device)
+        targets = targets.masked_fill(place < long_tensor(self.opened, targets.device)[:, None], -100)
+        self.n_labelled = (targets != -100).sum()
+        if loss_scope == "last":
+            to_the_end = long_tensor(self.lengths, targets.device)[:, None] - place
+            targets = targets.masked_fill(to_the_end > self.reader.length + 1, -100)
+        if score_from is not None:
+            targets = targets.masked_fill(place % self.reader.length < score_from, -100)
+        self.n_scored = (targets != -100).sum()
+        self.targets = targets
+
+    def parts(self) -> list[list[Part]]:
         """Split the rows at segment boundaries.
 
         Returns:
-            Lists of chunks. List n contains the n-th segment of each row. All rows of a chunk are at the same
-            position in their segments.
+            Lists of parts. List n contains the n-th segment of each row. All rows of a part are at the same position
+            in their segments.
         """
         length, k, bptt = self.reader.length, self.reader.k, self.bptt_segments
-        starts = [m + max(0, self.first - padding) for m, padding in zip(self.opened, self.padding)]
-        chunks: list[list[Chunk]] = []
-        for n, a in enumerate(range(0, max(self.lengths), length)):
+        returned_from = [
+            opened + max(0, self.returned_from - padding) for opened, padding in zip(self.opened, self.padding)
+        ]
+        parts: list[list[Part]] = []
+        for n, begin in enumerate(range(0, max(self.lengths), length)):
             groups: dict[tuple, list[int]] = {}
             for row, (tokens, opened) in enumerate(zip(self.lengths, self.opened)):
-                segment, count = self.segments[row] + n, min(max(tokens - a, 0), length)
-                cuts = bptt is not None and (segment + 1) % bptt == 0
-                groups.setdefault((segment > 0, count, 0 if n else opened, cuts), []).append(row)
-            chunks.append([])
-            for (_, count, *place), rows in groups.items():
-                tensors = (self.ids, k + count), (self.targets, count), (self.mask, count)
-                parts: list[Any] = [None if x is None else x[:, a : a + width] for x, width in tensors]
+                segment = self.segments[row] + n
+                stop = min(max(tokens - begin, 0), length)
+                ends_bptt = bptt is not None and (segment + 1) % bptt == 0
+                groups.setdefault((segment > 0, stop, 0 if n else opened, ends_bptt), []).append(row)
+            parts.append([])
+            for (_, stop, read, ends_bptt), rows in groups.items():
+                widths = (self.ids, k + stop), (self.targets, stop), (self.mask, stop)
+                tensors: list[Any] = [None if x is None else x[:, begin : begin + width] for x, width in widths]
                 if len(groups) > 1:
-                    parts = [None if x is None else x[rows] for x in parts]
+                    tensors = [None if x is None else x[rows] for x in tensors]
                 segments = [self.segments[row] + n for row in rows]
-                returned = [min(max(starts[row] - a, 0), count) for row in rows]
-                chunks[-1].append(Chunk(rows, segments, returned, *parts, count, *place))
-        return chunks
+                returned = [min(max(returned_from[row] - begin, 0), stop) for row in rows]
+                positions = [self.offset * (segment > 0) for segment in segments]
+                parts[-1].append(Part(rows, segments, returned, positions, *tensors, stop, read, ends_bptt))
+        return parts
 
-    def new_tokens(self) -> Chunk:
-        """Return a chunk of the new tokens only. All rows must have the same number of new tokens."""
+    def new_tokens(self) -> Part:
+        """Return a part that begins at each row's first new token. All rows must have equally many new tokens."""
         count = self.lengths[0] - self.opened[0]
-        places = long_tensor(self.opened, self.ids.device)[:, None] + torch.arange(count, device=self.ids.device)
-        ids = self.ids.gather(1, places + self.reader.k)
-        targets = None if self.targets is None else self.targets.gather(1, places)
-        returned = [min(max(0, self.first - padding), count) for padding in self.padding]
-        return Chunk([*range(len(ids))], [*self.segments], returned, ids, targets, None, count, 0, False)
+        ids = window(self.ids, self.opened, self.reader.k + count)
+        targets = None if self.targets is None else window(self.targets, self.opened, count)
+        returned = [min(max(0, self.returned_from - padding), count) for padding in self.padding]
+        positions = [opened + self.offset * (segment > 0) for opened, segment in zip(self.opened, self.segments)]
+        rows = [*range(len(ids))]
+        return Part(rows, [*self.segments], returned, positions, ids, targets, None, count, 0, False)
 
     def end(self, state: HMTState) -> HMTState:
         """Return `state` with the tail and the lengths after this call. The memory of `state` is already updated."""
         k, length = self.reader.k, self.reader.length
-        lengths = torch.tensor(self.lengths, device=self.ids.device)[:, None]
-        opened = lengths % length
-        column = torch.arange(k + int(opened.max()), device=self.ids.device)
-        place = (lengths - opened + column).clamp(max=self.ids.shape[1] - 1)
-        tail = self.ids.gather(1, place).masked_fill(column >= k + opened, 0)
-        open_mask = None if self.mask is None else self.mask[:, -int(opened.max()) or self.mask.shape[1] :]
-        total = tuple(length * segment + n for segment, n in zip(self.segments, self.lengths))
-        return replace(state, tail=tail, open_mask=open_mask, lengths=total)
+        opened = [n % length for n in self.lengths]
+        longest = max(opened)
+        tail = window(self.ids, [n - m for n, m in zip(self.lengths, opened)], k + longest).clone()
+        if min(opened) < longest:
+            column = torch.arange(k + longest, device=tail.device)
+            tail = tail.masked_fill(column >= k + long_tensor(opened, tail.device)[:, None], 0)
+        open_mask = None if self.mask is None else self.mask[:, -longest or self.mask.shape[1] :]
+        lengths = tuple(length * segment + n for segment, n in zip(self.segments, self.lengths))
+        return replace(state, tail=tail, open_mask=open_mask, lengths=lengths)
 
-    def unpack(self, pieces: dict[int, dict[tuple, Tensor]], like: Tensor) -> Tensor:
-        """Arrange logits in the order of the input, (B, T - first, V), with zeros on padding.
+    def unpack(self, logits: dict[int, dict[tuple, Tensor]], like: Tensor) -> Tensor:
+        """Return the logits of `logits_to_keep` in the order of the input, (B, n, V), with zeros on padding.
 
         Args:
-            pieces: as in `Segments`.
+            logits: as in `Call`.
             like: tensor (..., V) with the dtype and device of the logits.
         """
-        parts, tokens = [], self.tokens - self.first
+        tokens, pieces = self.tokens - self.returned_from, []
         for row, padding in enumerate(self.padding):
-            found = [pieces[row][place] for place in sorted(pieces[row])]
-            before = max(0, padding - self.first)
+            found = [logits[row][place] for place in sorted(logits[row])]
+            before = max(0, padding - self.returned_from)
             after = tokens - before - sum(map(len, found))
-            parts += [like.new_zeros(before, like.shape[-1]), *found, like.new_zeros(after, like.shape[-1])]
-        return torch.cat(parts).view(len(self.padding), tokens, like.shape[-1])
+            pieces += [like.new_zeros(before, like.shape[-1])] if before else []
+            pieces += found
+            pieces += [like.new_zeros(after, like.shape[-1])] if after else []
+        packed = torch.cat(pieces).view(len(self.padding), tokens, like.shape[-1])
+        return packed[:, self.logits_to_keep.to(packed.device)] if isinstance(self.logits_to_keep, Tensor) else packed
 
 
-__all__ = ["Chunk", "PackedSegments", "align", "join_chunks"]
+def window(x: Tensor, starts: Sequence[int], width: int) -> Tensor:
+    """Return x[row, start : start + width] of each row, (B, width). Columns after the end repeat the last one."""
+    if min(starts) == max(starts):
+        return x[:, starts[0] : starts[0] + width]
+    place = long_tensor(starts, x.device)[:, None] + torch.arange(width, device=x.device)
+    return x.gather(1, place.clamp(max=x.shape[1] - 1))
+
+
+__all__ = ["PackedRows", "Part", "join_parts"]

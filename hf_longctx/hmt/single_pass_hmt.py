@@ -34,6 +34,7 @@ Decoding steps are an exception: they use a joint cache.
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -42,9 +43,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from .caches_hmt import side_by_side, split
-from .packing_hmt import Chunk, PackedSegments, join_chunks
-from .retriever_hmt import long_tensor
-from .segments_hmt import Pass, Report, Segments
+from .call_hmt import Call
+from .output_hmt import Report
+from .packing_hmt import Part, join_parts
 from .state_hmt import HMTState, join_memories
 
 
@@ -61,163 +62,174 @@ class FirstPart(NamedTuple):
     hidden: Tensor | None
 
 
-class SinglePass(Segments):
-    """The layout of `recall_mode="single_pass"`."""
+def read(call: Call, state: HMTState, use_cache: bool) -> HMTState:
+    """Read the tokens of a call, and return `state` with the memory after the call.
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.n_prefix = self.retriever.columns  # number of retrieved embeddings, including the prompt
-        self.cuts = self.reader.in_two_passes
-        if self.cuts and self.lm.checkpoints_layers:
-            self.cuts = False
-            self.lm.check_hides(self.config.positions_per_segment, extends=False)
-        before_recall = 0 if self.cuts else self.n_prefix - 1 + self.k + self.j
-        self.hidden_from = None if self.reader.reread else before_recall  # see `Pass.hidden_from`
+    Args:
+        state: state before the call.
+        use_cache: whether a later call may continue an incomplete last segment.
+    """
+    if use_cache and is_step(call, state):
+        return step(call, state)
+    for are_split, group in groupby(call.rows.parts(), key=partial(is_split, call)):
+        segments = list(group)
+        size = call.segments_per_batch([parts[0] for parts in segments])
+        for i in range(0, len(segments), size):
+            batch = segments[i : i + size]
+            first_parts: list[Any] = [None] * len(batch)
+            if are_split:
+                first_parts = read_first_parts(call, state, [parts[0] for parts in batch], state.kv_cache)
+            for parts, first_part in zip(batch, first_parts):
+                state = read_segment(call, state, parts, first_part, use_cache)
+    return state
 
-    def read(self, state: HMTState, packed: PackedSegments, use_cache: bool) -> HMTState:
-        """See `Segments.read`."""
-        if use_cache and self.is_step(state, packed):
-            return self.step(state, packed)
-        for together, several in groupby(packed.chunks(), key=self.reads_first_part):
-            segments = list(several)
-            size = self.segments_per_batch([chunks[0] for chunks in segments])
-            for i in range(0, len(segments), size):
-                batch: list[list[Chunk]] = segments[i : i + size]
-                firsts: list[Any] = [None] * len(batch)
-                if together:
-                    firsts = self.first_parts(state, [chunks[0] for chunks in batch])
-                for chunks, first in zip(batch, firsts):
-                    state = self.read_segment(state, chunks, first, use_cache)
+
+def is_split(call: Call, parts: list[Part]) -> bool:
+    """Return whether each row reads a whole first part in this call. The first segment is not split into parts."""
+    part = parts[0]
+    return len(parts) == 1 and part.segments[0] > 0 and part.read == 0 and part.stop >= call.reader.j
+
+
+def is_step(call: Call, state: HMTState) -> bool:
+    """Return whether a call extends the caches of all rows by the same number of tokens, and does not recall."""
+    if state.kv_cache is None or torch.is_grad_enabled() or not call.reader.lm.continues:
+        return False
+    rows = [*zip(call.rows.segments, call.rows.opened, call.rows.lengths)]
+    if not all(read > 0 and stop < call.reader.length for _, read, stop in rows):
+        return False
+    recalls = any(segment and read < call.reader.j <= stop for segment, read, stop in rows)
+    return not recalls and len({stop - read for _, read, stop in rows}) == 1
+
+
+def step(call: Call, state: HMTState) -> HMTState:
+    """Read the new tokens of all rows in one pass that extends the cache. Rows may be at different positions."""
+    part = call.rows.new_tokens()
+    mask = state.kv_mask
+    if mask is not None:
+        mask = torch.cat([mask, mask.new_ones(len(mask), part.stop)], 1)
+    _, kv_cache = call.run(part, 0, part.stop, kv_cache=state.kv_cache, mask=mask, remembered=state.memory)
+    call.reports.append([])
+    return replace(state, kv_cache=kv_cache, kv_mask=mask)
+
+
+def read_segment(
+    call: Call, state: HMTState, parts: list[Part], first_part: FirstPart | None, use_cache: bool
+) -> HMTState:
+    """Read one segment of each row. Segments may be incomplete."""
+    is_open = all(0 < part.stop < call.reader.length for part in parts)
+    keeps = use_cache and is_open and not torch.is_grad_enabled() and call.reader.lm.continues
+    call.reports.append([])
+    if len(parts) == 1:
+        return read_part(call, state, parts[0], first_part, keeps)
+    states = [(part.rows, read_part(call, state.select_rows(part.rows), part, None, keeps)) for part in parts]
+    caches: list[Any] = [(rows, after.kv_cache) for rows, after in states]
+    kv_cache = kv_mask = None
+    if all(cache is not None for _, cache in caches):
+        kv_cache, kv_mask = side_by_side(caches)
+    memory = join_memories([(rows, after.memory) for rows, after in states])
+    return replace(state, memory=memory, kv_cache=kv_cache, kv_mask=kv_mask)
+
+
+# --------------------------------------------------------------------------------------- rows at the same position
+
+
+def read_first_parts(call: Call, state: HMTState, parts: list[Part], kv_cache: Cache | None) -> list[FirstPart]:
+    """Read the first parts of several segments. One pass reads successive first parts of the same shape.
+
+    Args:
+        kv_cache: cache of the first part of a single segment, which earlier calls began to read. None: nothing was
+            read, or it is read again.
+    """
+    reader = call.reader
+    start = -reader.k if kv_cache is None else parts[0].read
+    if kv_cache is None and call.in_two_passes:
+        kv_cache = DynamicCache(config=reader.lm.model.config)
+    first_parts: list[FirstPart] = []
+    for _, group in groupby(parts, key=lambda part: min(part.needed_from, reader.j)):
+        same = list(group)
+        hidden, extended = call.run(
+            join_parts(same),
+            start,
+            reader.j,
+            closing=reader.memory.summary_token[None],
+            kv_cache=kv_cache,
+            remembered=state.memory,
+        )
+        caches: list[Cache | None] = [None] * len(same)
+        if extended is not None and call.in_two_passes:
+            extended.crop(-1)  # the slot of the summary token
+            caches = [*split(extended, len(same))]
+        queries = hidden[:, -1:].clone().chunk(len(same))  # cloned, because a view would keep all hidden states
+        tokens: Any = [None] * len(same)
+        if reader.retrievers.reads_hidden:
+            tokens = hidden[:, -start:-1].chunk(len(same))
+        first_parts += map(FirstPart, queries, caches, tokens)
+    return first_parts
+
+
+def read_part(call: Call, state: HMTState, part: Part, first_part: FirstPart | None, keeps: bool) -> HMTState:
+    """Read the tokens of a part that earlier calls have not read, and return the new state of its rows.
+
+    Args:
+        state: state of these rows.
+        first_part: result of the first part. None: the first part has not been read yet.
+        keeps: whether the new state contains a cache for a later call.
+    """
+    if part.stop == part.read:
         return state
-
-    def reads_first_part(self, chunks: list[Chunk]) -> bool:
-        """Return whether each row reads a whole first part in this call. The first segment is not split into parts."""
-        chunk = chunks[0]
-        return len(chunks) == 1 and chunk.segments[0] > 0 and chunk.read == 0 and chunk.count >= self.j
-
-    def read_segment(self, state: HMTState, chunks: list[Chunk], first: FirstPart | None, use_cache: bool) -> HMTState:
-        """Read one segment of each row. Segments may be incomplete."""
-        keeps = use_cache and not torch.is_grad_enabled() and all(0 < chunk.count < self.length for chunk in chunks)
-        keeps = keeps and self.lm.continues
-        self.reports.append([])
-        if len(chunks) == 1:
-            return self.read_chunk(state, chunks[0], first, keeps)
-        parts = [(chunk.rows, self.read_chunk(state.select_rows(chunk.rows), chunk, None, keeps)) for chunk in chunks]
-        caches: list[Any] = [(rows, part.kv_cache) for rows, part in parts]
-        kv_cache = kv_mask = None
-        if all(cache is not None for _, cache in caches):
-            kv_cache, kv_mask = side_by_side(caches)
-        memory = join_memories([(rows, part.memory) for rows, part in parts])
-        return replace(state, memory=memory, kv_cache=kv_cache, kv_mask=kv_mask)
-
-    def is_step(self, state: HMTState, packed: PackedSegments) -> bool:
-        """Return whether a call extends the caches of all rows by the same number of tokens, and does not recall."""
-        if state.kv_cache is None or torch.is_grad_enabled() or not self.lm.continues:
-            return False
-        rows = [*zip(packed.segments, packed.opened, packed.lengths)]
-        if not all(read > 0 and count < self.length for _, read, count in rows):
-            return False
-        recalls = any(segment and read < self.j <= count for segment, read, count in rows)
-        return not recalls and len({count - read for _, read, count in rows}) == 1
-
-    def step(self, state: HMTState, packed: PackedSegments) -> HMTState:
-        """Read the new tokens of all rows in one pass that extends the cache. Rows may be at different positions."""
-        chunk, mask = packed.new_tokens(), state.kv_mask
-        if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(chunk.ids.shape)], 1)
-        begins = [read + (self.n_prefix + self.k) * (n > 0) for n, read in zip(packed.segments, packed.opened)]
-        device = chunk.ids.device
-        positions = long_tensor(begins, device)[:, None] + torch.arange(chunk.count, device=device)
-        one = Pass(chunk, self.embed(chunk.ids), range(chunk.count), 0, positions)
-        _, kv_cache = self.run_pass(one, state.kv_cache, mask, state.memory)
-        self.reports.append([])
-        return replace(state, kv_cache=kv_cache, kv_mask=mask)
-
-    # ------------------------------------------------------------------------------------- rows at the same position
-
-    def embed_part(self, chunk: Chunk, start: int, stop: int, ends: bool) -> Tensor:
-        """Embed tokens `start` to `stop` - 1. If `ends` is True, append a summary token.
-
-        Sensory tokens have negative indices.
-        """
-        embeds = self.embed(chunk.ids[:, self.k + start : self.k + stop])
-        if ends:
-            embeds = torch.cat([embeds, self.memory.summary_token.to(embeds).expand(len(embeds), -1, -1)], 1)
-        return embeds
-
-    def build_pass(
-        self, chunk: Chunk, embeds: Tensor, start: int, tokens: range, prefix: Tensor | None = None
-    ) -> Pass:
-        """Build a pass that reads `embeds` after a retrieved `prefix` (B, n, d). `embeds` begins at token `start`."""
-        begin = start + (self.n_prefix + self.k) * (chunk.segments[0] > 0)
-        positions = torch.arange(begin, begin + embeds.shape[1], device=embeds.device)[None]
-        if prefix is None:
-            return Pass(chunk, embeds, tokens, -start, positions)
-        n = prefix.shape[1]
-        positions = torch.cat([torch.arange(n, device=embeds.device)[None], positions], 1)
-        return Pass(chunk, torch.cat([prefix, embeds], 1), tokens, n - start, positions, self.hidden_from)
-
-    def first_parts(self, state: HMTState, chunks: list[Chunk]) -> list[FirstPart]:
-        """Read the first parts of several segments. One pass reads successive first parts of the same shape."""
-        kv_cache, start = state.kv_cache, -self.k if state.kv_cache is None else chunks[0].read
-        if kv_cache is None and self.cuts:
-            kv_cache = DynamicCache(config=self.lm.model.config)
-
-        firsts = []
-        for _, group in groupby(chunks, key=lambda chunk: min(chunk.first, self.j)):
-            same = list(group)
-            chunk = join_chunks(same)
-            one = self.build_pass(
-                chunk, self.embed_part(chunk, start, self.j, True), start, range(max(start, 0), self.j)
-            )
-            hidden, cache = self.run_pass(one, kv_cache, None, state.memory)
-            caches: list[Cache | None] = [None] * len(same)
-            if cache is not None and self.cuts:
-                cache.crop(-1)
-                caches = [*split(cache, len(same))]
-            queries = hidden[:, -1:].clone().chunk(len(same))  # cloned, because a view would keep all hidden states
-            tokens: Any = [None] * len(same)
-            if self.retriever.reads_hidden:
-                tokens = hidden[:, -start:-1].chunk(len(same))
-            firsts += map(FirstPart, queries, caches, tokens)
-        return firsts
-
-    def read_chunk(self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool) -> HMTState:
-        """Read a chunk, and return the new state of its rows.
-
-        Args:
-            state: state of these rows.
-            first: result of the first part. None: the first part has not been read yet.
-            keeps: whether the new state contains a cache for a later call.
-        """
-        count, read, later, full = chunk.count, chunk.read, chunk.segments[0] > 0, chunk.count == self.length
-        if count == read:
-            return state
-        recall, prefix, memory = None, None, None
-        unusable = not read or state.kv_mask is not None  # only `step` reads a padded cache
-        if unusable or (full and self.retriever.reads_hidden) or torch.is_grad_enabled():
-            state = state.without_kv_cache()
-        kv_cache, start = state.kv_cache, -self.k * later if state.kv_cache is None else read
-        recalls = later and count >= self.j
-        if recalls and (kv_cache is None or read < self.j):
-            first = first or self.first_parts(state, [chunk])[0]
-            kv_cache, start = first.kv_cache, self.j if self.cuts else -self.k
-            recall = self.retriever.retrieve(state.memory, first.query, chunk.ids[:, self.k : self.k + self.j])
-            prefix = recall.embeds
-        if kv_cache is None and keeps:
-            kv_cache = DynamicCache(config=self.lm.model.config)
-        embeds = self.embed_part(chunk, start, count, full)
-        one = self.build_pass(chunk, embeds, start, range(max(start, self.j * recalls, 0), count), prefix)
-        hidden, kv_cache = self.run_pass(one._replace(last=full), kv_cache, None, state.memory)
-        if full:
-            memory = hidden[:, -1:].clone()
-            if self.retriever.reads_hidden:
-                hidden = hidden[:, -1 - self.length + self.j * later : -1]
-                hidden = hidden if first is None or first.hidden is None else torch.cat([first.hidden, hidden], 1)
-            state = self.close_segment(state, chunk, memory, hidden)
-        if self.output_recall:
-            self.reports[-1].append(Report(chunk, recall if read < self.j else None, memory))
-        return replace(state, kv_cache=kv_cache if keeps else None, kv_mask=None)
+    reader = call.reader
+    is_full = part.stop == reader.length
+    is_later = part.segments[0] > 0
+    kv_cache = None if starts_again(call, state, part) else state.kv_cache
+    start = part.read
+    if kv_cache is None:
+        start = -reader.k if is_later else 0
+    recall = None
+    if is_later and start < reader.j <= part.stop:
+        first_part = first_part or read_first_parts(call, state, [part], kv_cache)[0]
+        kv_cache = first_part.kv_cache
+        start = reader.j if call.in_two_passes else -reader.k
+        query_ids = part.ids[:, reader.k : reader.k + reader.j]
+        recall = reader.retrievers.retrieve(state.memory, first_part.query, query_ids)
+    if kv_cache is None and keeps:
+        kv_cache = DynamicCache(config=reader.lm.model.config)
+    hidden, kv_cache = call.run(
+        part,
+        start,
+        part.stop,
+        prefix=None if recall is None else recall.embeds,
+        closing=reader.memory.summary_token[None] if is_full else None,
+        logits_from=0 if recall is None else reader.j,
+        kv_cache=kv_cache,
+        remembered=state.memory,
+        last=is_full,
+    )
+    embedding = None
+    if is_full:
+        embedding = hidden[:, -1:].clone()
+        of_tokens = hidden_of_tokens(call, first_part, hidden) if reader.retrievers.reads_hidden else None
+        state = call.close(state, part, embedding, of_tokens)
+    if call.output_recall:
+        call.reports[-1].append(Report(part, recall if part.read < reader.j else None, embedding))
+    return replace(state, kv_cache=kv_cache if keeps else None, kv_mask=None)
 
 
-__all__ = ["SinglePass"]
+def starts_again(call: Call, state: HMTState, part: Part) -> bool:
+    """Return whether a part is read without the cache of the state, from its first sensory token."""
+    if part.read == 0 or state.kv_mask is not None or torch.is_grad_enabled():  # only `step` reads a padded cache
+        return True
+    return part.stop == call.reader.length and call.reader.retrievers.reads_hidden
+
+
+def hidden_of_tokens(call: Call, first_part: FirstPart | None, hidden: Tensor) -> Tensor:
+    """Return the last hidden states of all tokens of a full segment, (B, L', d).
+
+    Args:
+        hidden: hidden states of the pass that ended the segment, (B, P, d).
+    """
+    if first_part is None or first_part.hidden is None:
+        return hidden[:, -1 - call.reader.length : -1]
+    return torch.cat([first_part.hidden, hidden[:, -1 - call.reader.length + call.reader.j : -1]], 1)
+
+
+__all__ = ["read"]

@@ -1,13 +1,16 @@
 """Speed and memory of HMTWrapper on random weights.
 
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt speed
+    OMP_NUM_THREADS=1 python -m scripts.bench.hmt step --rounds 40
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt memory --lengths 10000 100000 1000000
 
 `speed` compares the modes with the official code's loop, which calls the causal LM twice per segment, with key/value
 cache, all hidden states and all logits, and stores the memories on the CPU. `windows` is the backbone alone, in
 windows of one segment; `cuda_graphs` is measured on a GPU only. Tasks are reading --tokens with all logits and with
 the last logits, a training step (with the last logits, as in Trainer), and decoding token by token: the median step of
-a segment, and its slowest position. On a CPU, we measure the process's CPU time. `memory` streams a token file from
+a segment, and its slowest position. On a CPU, we measure the process's CPU time. `step` compares a decoding step of a
+Llama of one layer with the same step through HMT. The difference is HMT's own time, because HMT adds it once per step,
+whatever the number of layers. `memory` streams a token file from
 disk in chunks. It reports the peak resident memory at each length, and the CPU memory added by the loss of all tokens
 in one call.
 """
@@ -22,6 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.hmt.caches_hmt import fork
 from scripts.bench import common
 
 
@@ -30,12 +34,17 @@ TABLES = {
 | L' | task | official loop, us per token | windows | paper | single_pass | cuda_graphs |
 | {segment_length} | {task} | {us:.0f} | {windows:.2f}x | {paper:.2f}x | {single_pass:.2f}x | {cuda_graphs:.2f}x |
 """,
+    "step": """
+| decoding step | microseconds | to the backbone's |
+| {name} | {us_per_token:.0f} | {to_backbone:.2f}x |
+""",
     "memory": """
 | tokens | peak MB | numbers in the state | device MB | MB added by the loss of all tokens | MB of all logits | perplexity |
 | {tokens} | {peak_rss_mb:.0f} | {state_numbers} | {peak_device_mb:.0f} | {loss_mb:.0f} | {all_logits_mb:.0f} | {perplexity:.0f} |
 """,
 }
 SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
+    "one layer": (32, 1, 2, 64, 90),
     "tiny": (64, 2, 4, 176, 1024),
     "small": (256, 6, 4, 704, 8192),
     "demo": (64, 2, 4, 192, 112),  # model_cards/hmt-demo
@@ -43,6 +52,7 @@ SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "1b": (2048, 16, 16, 5632, 32000),
 }
 CHUNK = 8192  # tokens per chunk in `memory`
+STEPS = 100  # decoding steps per round in `step`
 
 
 def build(size, recall_mode, args, segment_length=222):
@@ -173,6 +183,33 @@ def decode(model, length, args):
     }
 
 
+@torch.no_grad()
+def step(args):
+    """Yield microseconds per decoding step of a backbone, and of an HMT around it, in the fastest of the rounds."""
+    model = build(args.size, "single_pass", args, segment_length=512)
+    ids = torch.randint(model.config.vocab_size, (1, 512 + STEPS + 1), device=args.device)
+    states = {
+        "Llama": model.backbone(ids[:, :1], use_cache=True).past_key_values,
+        "HMT": model(ids[:, :513], use_cache=True).state,
+    }
+
+    def backbone():
+        cache = fork(states["Llama"])
+        for token in ids[0, :STEPS]:
+            model.backbone(token[None, None], past_key_values=cache, use_cache=True)
+
+    def hmt():
+        state = states["HMT"]
+        for token in ids[0, :STEPS]:
+            state = model(token[None, None], state=state).state
+
+    readers = {"Llama": backbone, "HMT": hmt}
+    seconds = common.time_in_turn(readers, args.rounds, device=args.device, clock=clock(args))
+    for name in readers:
+        ratio = min(seconds[name]) / min(seconds["Llama"])
+        yield {"name": name, "us_per_token": 1e6 * min(seconds[name]) / STEPS, "to_backbone": ratio}
+
+
 def memory(args):
     """Yield the peak resident (and device) memory in MB while a token file is read with a state."""
     model = build(args.size, "single_pass", args)
@@ -209,8 +246,8 @@ def perplexity(model, ids):
 
 
 def measure(args):
-    args.size = args.size or ("small" if args.what == "speed" else "tiny")
-    return {"speed": speed, "memory": memory}[args.what](args)
+    args.size = args.size or {"speed": "small", "step": "one layer", "memory": "tiny"}[args.what]
+    return {"speed": speed, "step": step, "memory": memory}[args.what](args)
 
 
 def table(result):
@@ -245,7 +282,9 @@ def main(arguments=None):
     options = {**sizes, "rounds": 3, "device": "cpu", "dtype": "float32"}
     parser = common.make_parser(__spec__.name, __doc__, name="hmt_{what}", **options)
     parser.add_argument("what", choices=list(TABLES), nargs="?", default="speed", help="task (default: speed)")
-    parser.add_argument("--size", choices=SIZES, help="model size (default: small for speed, tiny for memory)")
+    parser.add_argument(
+        "--size", choices=SIZES, help="model size (default: small for speed, one layer for step, tiny for memory)"
+    )
     common.run(parser, measure, table, arguments)
 
 

@@ -8,7 +8,7 @@ import torch
 from streams import CHUNKS, stream
 from tiny_hmt import ROUNDING
 
-from hf_longctx.hmt import graphs_hmt, segments_hmt
+from hf_longctx.hmt import call_hmt, graphs_hmt
 
 
 class Replayed:
@@ -34,7 +34,7 @@ def graphs(monkeypatch):
         return captured[-1], captured[-1].outputs
 
     monkeypatch.setattr(graphs_hmt, "record", record)
-    monkeypatch.setattr(segments_hmt, "can_capture", lambda x: not torch.is_grad_enabled())
+    monkeypatch.setattr(call_hmt, "can_capture", lambda x: not torch.is_grad_enabled())
     return captured
 
 

@@ -18,6 +18,7 @@ TINY = {
     "pruned": "--contexts 64 --tolerances 1e-2 --tokens 2 --layers 1 --heads 2",
     "curve": "--setups small --scale 0.03",
     "hmt speed": "--size tiny --tokens 32 --segment-lengths 16 --sensory-tokens 4 --rounds 1",
+    "hmt step": "--rounds 1",
     "hmt memory": "--lengths 300 600",
     "training_memory": "--models tiny --lengths 16 --vocab 64",
 }
