@@ -226,11 +226,33 @@ def test_deepseek_v4_under_another_name():
     assert (sparse.head_dim, sparse.rotary_dim, sparse.layers, heavy.layers) == (512, 64, 1, 2)
 
 
-def test_mistral_params_json():
-    yarn = {"original_max_position_embeddings": 16384, "factor": 16, "alpha": 1, "beta": 4, "apply_scale": False}
-    params = {"dim": 4096, "n_layers": 2, "head_dim": 128, "n_heads": 32, "rope_theta": 1e6, "yarn": yarn}
+MISTRAL = {"original_max_position_embeddings": 16384, "factor": 16, "alpha": 1, "beta": 4, "apply_scale": False}
+
+
+@pytest.mark.parametrize(
+    "fields, truncate",
+    [
+        ({"yarn": MISTRAL, "max_position_embeddings": 262144}, True),
+        ({"rope_factor": 16, "original_seq_len": 16384, "beta_fast": 4, "beta_slow": 1, "max_seq_len": 262144}, True),
+        (
+            {"rope_scaling_factor": 16.0, "initial_context_length": 16384, "rope_ntk_alpha": 1, "rope_ntk_beta": 4},
+            False,
+        ),
+    ],
+    ids=["Mistral's params.json", "DeepSeek's inference/config.json", "gpt-oss's original/config.json"],
+)
+def test_yarn_in_files_of_other_formats(fields, truncate):
+    sizes = {"dim": 4096, "n_layers": 2, "head_dim": 128, "n_heads": 32, "rope_theta": 1e6}
     same = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 16384, "beta_fast": 4, "beta_slow": 1}
-    report = rope_report({**params, "max_position_embeddings": 262144}, minimum_base=False)
-    config = {**UNKNOWN, "model_type": "llama", "num_hidden_layers": 2, "rope_scaling": same}
+    report = rope_report({**sizes, **fields}, minimum_base=False)
+    config = {**UNKNOWN, "model_type": "llama", "num_hidden_layers": 2, "rope_scaling": same | {"truncate": truncate}}
     assert report.groups == rope_report(config, minimum_base=False).groups
     assert not any("not read" in note for note in report.notes)
+
+
+def test_command_r7b_applies_rope():
+    """Its config.json names the position embedding of GPT-J, which is RoPE in interleaved order."""
+    published = {"layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "rotary_pct": 1.0}
+    config = {**UNKNOWN, **published, "model_type": "cohere2", "sliding_window": 4096, "sliding_window_pattern": 4}
+    report = rope_report({**config, "position_embedding_type": "rope_gptj"}, minimum_base=False)
+    assert [group.layers for group in report.groups] == [6, 2] and report.verdict == "holds within windows"

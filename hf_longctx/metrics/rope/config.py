@@ -37,6 +37,7 @@ SPELLINGS = {
     "rope_theta": ("rotary_emb_base", "rope_base", "rotary_base", "rope_freq_base", "global_rope_theta"),
     "partial_rotary_factor": ("rotary_pct", "rope_pct", "rotary_percent", "rotary_emb_fraction"),
     "qk_rope_head_dim": ("rope_head_dim",),
+    "original_max_position_embeddings": ("original_seq_len", "initial_context_length"),
     "rope_parameters": ("rope_scaling",),
 }
 LENGTHS = (
@@ -52,17 +53,26 @@ TEXT_PARTS = (
 ROPE_UNLESS = {
     **dict.fromkeys(("alibi", "use_alibi", "no_rope", "mla_use_nope", "use_mla_nope"), (False, None)),
     **dict.fromkeys(("use_mem_rope", "use_rope", "use_rotary", "use_rotary_embeddings"), (True, None)),
-    **dict.fromkeys(("position_embedding_type", "position_embedding", "pos_emb"), ("rope", "rotary")),
+    **dict.fromkeys(("position_embedding_type", "position_embedding", "pos_emb"), ("rope", "rotary", "rope_gptj")),
 }
 # Settings with the same meaning in model types that transformers does not support.
-SHARED_FIELDS = ("original_max_position_embeddings", "dual_chunk_attention_config", "rope_condense_ratio")
+SHARED_FIELDS = ("dual_chunk_attention_config", "rope_condense_ratio")
 SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default"}
 ABOUT_ROPE = re.compile(r"rope|rotary|rotate|ntk|alibi|yarn")
 ABOUT_LAYERS = re.compile(  # names of fields that may say what a layer attends to
-    r"window|sliding|nope|swa_layers|swa_head_dim|layer_pattern|attention_chunk|attn_type"
+    r"(?<!conv_)window|sliding|(?<!qk_)nope|swa_layers|swa_head_dim|layer_pattern|attention_chunk|attn_type"
     r"|^layer_types?$|^(attn|attention)_types?|(local|global|full)_(attn|attention|layer)"
 )
-MISTRAL_YARN = {"alpha": "beta_slow", "beta": "beta_fast"}  # names in Mistral's params.json
+# YaRN in files that transformers does not read: Mistral's params.json, DeepSeek's inference/config.json, and gpt-oss's
+# original/config.json. The first is nested under "yarn". Each maps names to those of transformers.
+YARN = (
+    {"factor": "factor", "original_max_position_embeddings": "original_max_position_embeddings"}
+    | {"alpha": "beta_slow", "beta": "beta_fast"},
+    {"rope_factor": "factor", "original_seq_len": "original_max_position_embeddings"}
+    | {"beta_slow": "beta_slow", "beta_fast": "beta_fast"},
+    {"rope_scaling_factor": "factor", "initial_context_length": "original_max_position_embeddings"}
+    | {"rope_ntk_alpha": "beta_slow", "rope_ntk_beta": "beta_fast"},
+)
 
 # Settings in the code of a model type, but not in its config. `python -m scripts.rope_types` lists these model types.
 BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
@@ -280,10 +290,8 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
         fields |= {} if spelling is None else {name: file[spelling]}
     fields |= {name: file[name] for name in (*SHARED_FIELDS, *ROPE_UNLESS) if name in file}
     fields |= read_layers(file, fields.get("num_hidden_layers") or 0, notes)
-    rope = read_rope(file["yarn"]) if isinstance(file.get("yarn"), dict) else fields.get("rope_parameters") or {}
-    if "yarn" in file:
-        rope = {MISTRAL_YARN.get(key, key): value for key, value in rope.items() if key != "apply_scale"}
-        rope["rope_type"] = "yarn"
+    rope, rope_fields = foreign_yarn(file)
+    rope = rope or fields.get("rope_parameters") or {}
     base = fields.get("rope_theta", rope.get("rope_theta"))
     if kind == "chatglm":  # its code rotates half of each head, although config.json does not say so
         fields.setdefault("partial_rotary_factor", 0.5)
@@ -314,7 +322,7 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
         *ROPE_UNLESS,
         *BY_LAYER_TYPE,
     }
-    unread = sorted(about - read - {"qk_rope_head_dim", "rotary_dim", "rope_ratio", "original_rope", "yarn"})
+    unread = sorted(about - read - rope_fields - {"qk_rope_head_dim", "rotary_dim", "rope_ratio", "original_rope"})
     if unread:
         notes.append(f"not read: {', '.join(unread)}")
     config: Any = PreTrainedConfig()
@@ -323,6 +331,17 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
     for name, value in (fields | rope_by_layer_type(file, fields)).items():
         setattr(config, name, value)
     return config
+
+
+def foreign_yarn(file: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return YaRN parameters in another format than transformers', and the fields that contain them; see `YARN`."""
+    nested = file.get("yarn") if isinstance(file.get("yarn"), dict) else {}
+    for fields, names in zip((nested, file, file), YARN):
+        if {*list(names)[:2]} <= fields.keys():
+            truncate = {"truncate": False} if "rope_ntk_alpha" in names else {}  # as in gpt-oss's code
+            found = {names[name]: fields[name] for name in names if name in fields}
+            return {"rope_type": "yarn", **found, **truncate}, {"yarn", *names}
+    return {}, set()
 
 
 def rope_by_layer_type(file: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
