@@ -8,6 +8,7 @@ import pytest
 import transformers as tf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
+from hf_longctx.fox import FoxConfig
 from hf_longctx.metrics import rope_context_bound, rope_report
 from hf_longctx.metrics.rope import config as rope_config
 from hf_longctx.metrics.rope import layers as rope_layers
@@ -269,3 +270,13 @@ def test_every_config_class_with_its_defaults(quick):
         assert outcomes[0] == outcomes[1], name
         judged += isinstance(outcomes[0], tuple)
     assert judged > 200
+
+
+@pytest.mark.parametrize("window, reach", [(None, 511), (64, 63)])
+@pytest.mark.parametrize("make", [FoxConfig, FoxConfig.pro])
+def test_a_class_of_another_package_computes_its_layer_types(make, window, reach):
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    sizes = dict(hidden_size=64, num_attention_heads=2, num_hidden_layers=2, max_position_embeddings=512)
+    config = make(**sizes, sliding_window=window, rope_parameters=rope)
+    report, group = only(config)
+    assert (group.max_distance, group.layer_type) == (reach, config.layer_types[0]) and not report.notes

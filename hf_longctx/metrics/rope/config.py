@@ -250,8 +250,12 @@ def known_source(config: Any, name: str, file: dict[str, Any], tokenizer: dict[s
     source = Source(config, name, file, tokenizer)
     count = getattr(config, "num_hidden_layers", None)
     if count and not of_transformers(config):  # another package has registered the class
-        for field_name, value in read_layers(config.to_dict(), count, source.notes).items():
-            setattr(config, field_name, value)
+        fields, kinds = config.to_dict(), getattr(config, "layer_types", None)
+        if kinds:  # may be a property, as in FoxConfig
+            fields["layer_types"] = kinds
+        for field_name, value in read_layers(fields, count, source.notes).items():
+            if getattr(config, field_name, None) != value:
+                setattr(config, field_name, value)
     return source
 
 
