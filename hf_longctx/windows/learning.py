@@ -66,6 +66,11 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         NotImplementedError: head windows do not support the model's attention.
     """
 
+    model: Any
+    log2_windows: nn.Parameter
+    average: Tensor
+    price: Tensor
+
     def __init__(self, model: Any, length: int, keep: float, context: int, sinks: int = 4):
         super().__init__()
         self.layers = attention_layers(model)
