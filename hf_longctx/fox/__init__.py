@@ -18,7 +18,7 @@ from .modeling_fox import (
 )
 from .operator import forgetting_attention, forgetting_attention_ref
 from .plot import HeadMap, head_maps
-from .pruned_cache import PrunedCache
+from .pruning import PrunedCache
 
 
 FoxConfig.register_for_auto_class()

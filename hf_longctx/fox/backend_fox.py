@@ -33,7 +33,7 @@ from .attention_fox import (
 )
 from .kernels_fox import triton
 from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
-from .state_fox import CachedLayer, Call
+from .state_fox import AttendingCache, AttendingLayer, CachedLayer, Call
 from .tiles_fox import DECODE_ROWS
 from .triton_fox import (
     attention_from_sums,
@@ -72,7 +72,7 @@ def choose_implementation(config, x: torch.Tensor, cache=None) -> str:
         return "sdpa"
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return "sdpa"  # the kernels do not support all derivatives
-    if hasattr(cache, "make_room") and cache.is_compileable:  # a static `PrunedCache`
+    if isinstance(cache, AttendingCache) and cache.is_compileable:
         return "sdpa"
     cannot = why_not(config.head_dim, autocast_dtype(x.device) or x.dtype, x.device)
     return NAME if cannot is None else "sdpa"
@@ -355,7 +355,7 @@ def run_backend(name, module, q, k, v, attention_mask, past: CachedLayer | None 
         attention_function = sdpa_without_cudnn
     if name in OWN_WIDTH:
         v = v[..., : module.head_dim]
-    if past is not None and hasattr(past.layer, "attend"):
+    if past is not None and isinstance(past.layer, AttendingLayer):
         attention_function = partial(past.layer.attend, attention_function)
     dropout = module.config.attention_dropout if module.training else 0.0
     options = dict(scaling=module.scaling, dropout=dropout, sliding_window=module.sliding_window)

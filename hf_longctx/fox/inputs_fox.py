@@ -18,7 +18,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width, is_exporting
 from .backend_fox import NAME, find_triton_mask, with_implementation
-from .state_fox import Call
+from .state_fox import AttendingCache, Call
 
 
 NO_QUANTIZED_CACHE = (
@@ -138,7 +138,7 @@ def create_attention_mask(config, inputs_embeds, attention_mask, cache, position
     The implementation is the one in the config. If our kernels do not support the padding, it is SDPA instead. Before
     the mask is created, a `PrunedCache` drops tokens.
     """
-    if hasattr(cache, "make_room"):  # a `PrunedCache`
+    if isinstance(cache, AttendingCache):
         cache.make_room(inputs_embeds.shape[1], attention_mask)
         if cache.is_compileable:  # the cache stores which of its tokens are hidden, so the mask covers new tokens only
             if attention_mask is not None:
@@ -243,7 +243,7 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
             or, in a model with a token shift, a new token follows a cached token that is not the last cached one.
         NotImplementedError: the cache is a `PrunedCache`.
     """
-    if hasattr(cache, "make_room"):  # a `PrunedCache`
+    if isinstance(cache, AttendingCache):
         raise NotImplementedError(
             f"a {type(cache).__name__} does not support a 4D attention_mask. It drops tokens under the assumption that "
             "all gates apply. Use DynamicCache(config=model.config)."

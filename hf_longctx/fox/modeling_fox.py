@@ -39,7 +39,7 @@ from .configuration_fox import FoxConfig
 from .fused_fox import can_fuse, fused_heads, fused_norm
 from .inputs_fox import NO_QUANTIZED_CACHE, create_attention_mask, read_call, read_token_mask
 from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
-from .state_fox import PLAIN_CALL, CachedLayer, Call, replace_shift_layers, shift_tokens
+from .state_fox import PLAIN_CALL, AttendingCache, CachedLayer, Call, replace_shift_layers, shift_tokens
 from .triton_fox import why_not
 
 
@@ -399,9 +399,8 @@ class FoxModel(FoxPreTrainedModel):
         config = self.config
         if config._attn_implementation == AUTO and not isinstance(attention_mask, dict):  # resolved if it is a dict
             config = with_implementation(config, choose_implementation(config, inputs_embeds, cache))
-        check_weights: Any = getattr(cache, "check_weights", None)  # of a `PrunedCache`
-        if check_weights is not None and not torch.compiler.is_compiling():
-            check_weights(self.layers)
+        if isinstance(cache, AttendingCache) and not torch.compiler.is_compiling():
+            cache.check_weights(self.layers)
         call = read_call(config, inputs_embeds, attention_mask, position_ids, cache, shard=shard, **kwargs)
         # A cache cannot separate packed documents. In compiled calls, packing is only an assumption.
         if use_cache and cache is None and (call.position_in_sequence is None or torch.compiler.is_compiling()):

@@ -181,6 +181,31 @@ class InPlaceBuffer:
         return longer
 
 
+class AttendingLayer:
+    """A layer of an `AttendingCache`."""
+
+    def attend(self, attention_function, module, query, key, value, attention_mask, **kwargs):
+        """Run an attention function of transformers on the cached tokens, in place of all keys and values."""
+        raise NotImplementedError
+
+
+class AttendingCache(Cache):
+    """A cache that attends to its tokens itself, because its heads retain different tokens.
+
+    This is all that the model knows of a `PrunedCache`. Such a cache may be static (`is_compileable`): its `make_room`
+    then stores which of its tokens a mask hides, and the mask of its layers covers the new tokens only.
+    """
+
+    layers: list[Any]  # of `AttendingLayer`
+
+    def check_weights(self, decoder_layers) -> None:
+        """Raise ValueError if the cache does not fit the weights of the model. Compiled calls do not call this."""
+
+    def make_room(self, tokens: int, attention_mask: torch.Tensor | None) -> None:
+        """Prepare a call with `tokens` tokens and a mask (B, past + tokens). Compiled calls must not drop tokens."""
+        raise NotImplementedError
+
+
 class CachedLayer:
     """One layer of a cache.
 

@@ -10,11 +10,11 @@ import torch
 from tiny_fox import TINY, in_chunks, logits
 from transformers import CompileConfig, DynamicCache
 
-from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache
+from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, backend_fox
 from hf_longctx.fox.attention_fox import fold_keys, fold_queries, unfold_decay
 from hf_longctx.fox.backend_fox import eager_attention_forward
-from hf_longctx.fox.pruned_cache import PrunedLayer, group_heads, logit_bound_of_weights
-from hf_longctx.fox.state_fox import replace_shift_layers
+from hf_longctx.fox.pruning import Pruning, logit_bound_of_weights
+from hf_longctx.fox.ragged_cache import RaggedLayer, group_heads
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 256}
@@ -111,7 +111,7 @@ def test_no_query_loses_more_than_the_tolerance(kind, gates, sharing):
         config=SimpleNamespace(num_key_value_heads=kv_heads),
         training=False,
     )
-    layer = PrunedLayer(attention, torch.full((heads,), 3.0), tolerance, prune_every=5)
+    layer = RaggedLayer(attention, Pruning(attention, torch.full((heads,), 3.0), tolerance), prune_every=5)
     causal = torch.zeros(1, 1, length, length).masked_fill(torch.ones(length, length).triu(1).bool(), -1e9)
     exact, weights = eager_attention_forward(attention, folded_q, folded_k, folded_v, causal, scale)
     exact, begin, most = exact.transpose(1, 2), 0, 0.0
@@ -136,13 +136,13 @@ def test_no_query_loses_more_than_the_tolerance(kind, gates, sharing):
         error = (out.transpose(1, 2) - exact[:, :, begin:end]).norm(dim=-1)
         assert error.max() <= 2 * tolerance * v.norm(dim=-1).max() + 1e-5
         most, begin = max(most, lost.max().item()), end
-    assert layer.dropped().any() == (gates != "open")
+    assert any(layer.dropped()) == (gates != "open")
     if kind == "adversarial" and gates == "random":
         assert most > tolerance / 10, "no bound can be much tighter; is this one what the theorem says?"
 
 
 @pytest.mark.parametrize("variant", ["YaRN", "only v shift, shared norm, biases", GROUPED, "YaRN and QK-norm"])
-def test_no_input_exceeds_the_bound_of_the_weights(variant):
+def test_no_input_exceeds_the_bound_of_the_weights(variant, monkeypatch):
     """Inputs that climb towards the largest logit come close to the bound, and never above it."""
     model = make(variant, "eager")
     layer, ratios = model.model.layers[0], []
@@ -150,21 +150,19 @@ def test_no_input_exceeds_the_bound_of_the_weights(variant):
         projection.weight.data.mul_(10)  # far above the epsilon of QK-norm
     bound = logit_bound_of_weights(layer)
 
-    def attend(attention_function, module, query, key, *args, **kwargs):
+    def measured(module, query, key, *args, **kwargs):
         q, k = query[..., : module.head_dim], key[..., : module.head_dim]
         products = q @ k.repeat_interleave(module.num_key_value_groups, 1).mT
         ratios.append(module.scaling * products.abs().amax((0, 2, 3)) / bound)
-        return attention_function(module, query, key, *args, **kwargs)
+        return eager_attention_forward(module, query, key, *args, **kwargs)
 
+    monkeypatch.setattr(backend_fox, "eager_attention_forward", measured)
     x = torch.randn(16, 3, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     optimizer = torch.optim.Adam([x], lr=0.1)
     positions = torch.arange(3)[None]
     for _ in range(80):
         rope = model.model.rotary_emb(x, positions) if model.model.rotary_emb is not None else None
-        cache = DynamicCache(config=model.config)
-        replace_shift_layers(cache)
-        cache.layers[0].attend = attend
-        layer(x, position_embeddings=rope, cache=cache)
+        layer(x, position_embeddings=rope)
         optimizer.zero_grad()
         (-ratios[-1].sum()).backward()
         optimizer.step()
@@ -399,6 +397,20 @@ def test_a_static_cache_says_what_does_not_fit():
         with pytest.raises(NotImplementedError, match=message):
             mask = {name: None if slots else "blocks", "token_mask": None}
             logits(model, tokens(1, 10), cache=pruned(model, slots=slots), attention_mask=mask)
+
+
+def test_another_rule_reports_what_it_loses():
+    """The bound on the lost weight does not depend on the rule."""
+    model, ids = make(GROUPED, "eager"), tokens(1, 120)
+    cache = PrunedCache(model, prune_every=8, rule=lambda c, lost, bound: c.shape[-1] - 20)
+    with torch.no_grad():
+        exact = model(ids, output_attentions=True).attentions[0]
+        weights = [model(x, cache=cache, output_attentions=True).attentions[0] for x in ids.split(1, dim=1)]
+    assert (cache.dropped >= 120 - 20 - 8).all()
+    lost = max(exact[:, :, i, : i + 1].masked_fill(x[:, :, 0] > 0, 0.0).sum(-1).max() for i, x in enumerate(weights))
+    assert 0.1 < lost <= cache.lost_weight
+    with pytest.raises(ValueError, match="must retain the last token, got 8 tokens to drop of 8"):
+        in_chunks(model, ids, PrunedCache(model, prune_every=8, rule=lambda c, lost, bound: c.shape[-1]), 1)
 
 
 def test_what_was_dropped_before_counts():
