@@ -8,14 +8,7 @@ from . import modeling_fox
 from .configuration_fox import FoxConfig
 from .convert import from_fla, from_llama, from_official, to_fla, to_official
 from .convert_folder import convert_folder
-from .modeling_fox import (
-    FoxForCausalLM,
-    FoxForQuestionAnswering,
-    FoxForSequenceClassification,
-    FoxForTokenClassification,
-    FoxModel,
-    FoxPreTrainedModel,
-)
+from .modeling_fox import *  # noqa: F403
 from .operator import forgetting_attention, forgetting_attention_ref
 from .plot import HeadMap, head_maps
 from .pruning import PrunedCache
@@ -27,12 +20,6 @@ for auto_class, name in modeling_fox.AUTO_MAP.items():
 
 __all__ = [
     "FoxConfig",
-    "FoxForCausalLM",
-    "FoxForQuestionAnswering",
-    "FoxForSequenceClassification",
-    "FoxForTokenClassification",
-    "FoxModel",
-    "FoxPreTrainedModel",
     "HeadMap",
     "PrunedCache",
     "convert_folder",
@@ -45,3 +32,4 @@ __all__ = [
     "to_fla",
     "to_official",
 ]
+__all__ += modeling_fox.__all__

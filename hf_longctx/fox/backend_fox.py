@@ -90,6 +90,13 @@ def with_implementation(config, name: str) -> Any:
     return copy
 
 
+def resolve_auto(config, x: torch.Tensor, cache=None) -> Any:
+    """Return the configuration of a call: if its attention implementation is "auto", a copy with the selected one."""
+    if config._attn_implementation != AUTO:
+        return config
+    return with_implementation(config, choose_implementation(config, x, cache))
+
+
 def find_triton_mask(
     config, inputs_embeds, attention_mask, cache, position_in_sequence=None
 ) -> tuple[bool, VisibleKeys | None]:
@@ -267,7 +274,7 @@ def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | Non
     c = running_sum(log_f, call.position_in_sequence)
     if past is not None:
         c = c + past.decay(c, module)
-    name = call.implementation or module.config._attn_implementation
+    name = call.implementation
     if name != NAME:  # the kernels read the decay from the keys
         q = fold_queries(q, c, module.scaling, module.gates_per_key)
     k = fold_keys(k, c, module.scaling)
@@ -298,7 +305,7 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
         log_f = None if log_f is None else shard.to_heads(log_f)
         o, _ = attend(module, q, k, v, log_f, call._replace(shard=None), past, **kwargs)
         return shard.to_parts(o), None
-    name = call.implementation or module.config._attn_implementation
+    name = call.implementation
     if log_f is not None:
         if log_f.shape[1] != module.gates_per_key * k.shape[1]:
             raise ValueError(

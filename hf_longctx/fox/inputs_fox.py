@@ -17,7 +17,7 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import is_flash_attention_requested
 
 from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width, is_exporting
-from .backend_fox import NAME, find_triton_mask, with_implementation
+from .backend_fox import NAME, find_triton_mask, resolve_auto, with_implementation
 from .state_fox import AttendingCache, Call
 
 
@@ -48,7 +48,7 @@ def read_call(
     """Check the arguments of a call and convert them to a `Call`.
 
     Args:
-        config: the `FoxConfig`. Its attention implementation must not be "auto".
+        config: the `FoxConfig`.
         inputs_embeds: (B, T, hidden). With a shard: (B, t, hidden).
         attention_mask: one of: a mask (B, past + T); a 4D mask as in `read_tree_mask`; the result of
             `create_masks_for_generate`; None.
@@ -67,11 +67,11 @@ def read_call(
     check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwargs)
     (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
     token_mask = sequences = predecessor = successor = visible = None
-    name = config._attn_implementation
     if isinstance(attention_mask, dict):
-        (name, mask), (_, token_mask) = attention_mask.items()
+        token_mask = attention_mask["token_mask"]
+        name, mask = next((key, mask) for key, mask in attention_mask.items() if key != "token_mask")
     elif attention_mask is not None and attention_mask.ndim == 4:
-        mask = attention_mask
+        name, mask = resolve_auto(config, inputs_embeds, cache)._attn_implementation, attention_mask
         visible, predecessor = read_tree_mask(config, attention_mask, batch, length, cache)
     else:
         token_mask = read_token_mask(attention_mask, length)
@@ -108,7 +108,7 @@ def read_call(
     if position_ids is None:
         cached = 0 if cache is None else cache.get_seq_length()
         position_ids = (torch.arange(length, device=device) + cached).unsqueeze(0)
-    return Call(mask, token_mask, position_ids, sequences, predecessor, successor, visible, flash, shard, name)
+    return Call(name, mask, token_mask, position_ids, sequences, predecessor, successor, visible, flash, shard)
 
 
 def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
@@ -135,9 +135,10 @@ def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.T
 def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> tuple[str, Any]:
     """Return the attention implementation of a call, and the mask in the format of this implementation.
 
-    The implementation is the one in the config. If our kernels do not support the padding, it is SDPA instead. Before
-    the mask is created, a `PrunedCache` drops tokens.
+    The implementation is the one in the config, or the one that "auto" selects. If our kernels do not support the
+    padding, it is SDPA instead. Before the mask is created, a `PrunedCache` drops tokens.
     """
+    config = resolve_auto(config, inputs_embeds, cache)
     if isinstance(cache, AttendingCache):
         cache.make_room(inputs_embeds.shape[1], attention_mask)
         if cache.is_compileable:  # the cache stores which of its tokens are hidden, so the mask covers new tokens only

@@ -33,13 +33,13 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_fox import CLOSED_GATE, folded_width
-from .backend_fox import AUTO, NAME, attend, choose_implementation, with_implementation
+from .backend_fox import AUTO, NAME, attend
 from .compat_fox import CACHE, accept_both_names, adapt, slice_logits_to_keep
 from .configuration_fox import FoxConfig
 from .fused_fox import can_fuse, fused_heads, fused_norm
 from .inputs_fox import NO_QUANTIZED_CACHE, create_attention_mask, read_call, read_token_mask
 from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
-from .state_fox import PLAIN_CALL, AttendingCache, CachedLayer, Call, replace_shift_layers, shift_tokens
+from .state_fox import AttendingCache, CachedLayer, Call, replace_shift_layers, shift_tokens
 from .triton_fox import why_not
 
 
@@ -175,13 +175,13 @@ class FoxAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        call: Call = PLAIN_CALL,
+        call: Call | None = None,
         cache: Cache | CachedLayer | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        x = hidden_states
+        x, call = hidden_states, call or Call(self.config._attn_implementation)
         past = CachedLayer(cache, self.layer_idx, x.device) if isinstance(cache, Cache) else cache
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.project(x)
         if self.k_shift_proj is None and self.v_shift_proj is None:
             q, k = self.q_norm(q), self.k_norm(k)
         else:
@@ -192,6 +192,10 @@ class FoxAttention(nn.Module):
         log_f = None if self.f_proj is None else self.f_proj(x)  # (B, H or Hkv, T)
         o, weights = attend(self, q, k, v, log_f, call, past, **kwargs)  # (B, T, H, D) or wider
         return self.output(x, o), weights
+
+    def project(self, x):
+        """Return queries, keys and values, (B, T, H, D)."""
+        return (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
 
     def shift_and_norm(self, x, q, k, v, call: Call, past: CachedLayer | None):
         """Apply token shift and QK-norm. The shift of keys and values is a_t prev + (1 - a_t) cur (eq. 14)."""
@@ -261,16 +265,6 @@ class FoxDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-# A saved folder contains the code of all heads, so the classes of all heads can load it.
-AUTO_MAP = {
-    "AutoModel": "modeling_fox.FoxModel",
-    "AutoModelForCausalLM": "modeling_fox.FoxForCausalLM",
-    "AutoModelForQuestionAnswering": "modeling_fox.FoxForQuestionAnswering",
-    "AutoModelForSequenceClassification": "modeling_fox.FoxForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_fox.FoxForTokenClassification",
-}
-
-
 class FoxPreTrainedModel(PreTrainedModel):
     config: FoxConfig
     base_model_prefix = "model"
@@ -313,13 +307,10 @@ class FoxPreTrainedModel(PreTrainedModel):
         """Return a dict with two entries: the attention mask, and the token mask.
 
         The attention mask is stored under the name of the attention implementation. The token mask has one value for
-        each of the T tokens, True for real ones. `attn_implementation="auto"` is resolved here. A 4D mask is returned
-        unchanged.
+        each of the T tokens, True for real ones. A 4D mask is returned unchanged.
         """
         if attention_mask is not None and attention_mask.ndim == 4:
             return attention_mask
-        if config._attn_implementation == AUTO:
-            config = with_implementation(config, choose_implementation(config, inputs_embeds, cache))
         name, mask = create_attention_mask(config, inputs_embeds, attention_mask, cache)
         return {name: mask, "token_mask": read_token_mask(attention_mask, inputs_embeds.shape[1])}
 
@@ -396,12 +387,9 @@ class FoxModel(FoxPreTrainedModel):
         if shard is not None or (self.training and torch.is_grad_enabled()):
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
-        config = self.config
-        if config._attn_implementation == AUTO and not isinstance(attention_mask, dict):  # resolved if it is a dict
-            config = with_implementation(config, choose_implementation(config, inputs_embeds, cache))
         if isinstance(cache, AttendingCache) and not torch.compiler.is_compiling():
             cache.check_weights(self.layers)
-        call = read_call(config, inputs_embeds, attention_mask, position_ids, cache, shard=shard, **kwargs)
+        call = read_call(self.config, inputs_embeds, attention_mask, position_ids, cache, shard=shard, **kwargs)
         # A cache cannot separate packed documents. In compiled calls, packing is only an assumption.
         if use_cache and cache is None and (call.position_in_sequence is None or torch.compiler.is_compiling()):
             cache = DynamicCache(config=self.config)
@@ -550,3 +538,10 @@ __all__ = [
     "FoxModel",
     "FoxPreTrainedModel",
 ]
+
+# A saved folder contains the code of all heads, so the classes of all heads can load it.
+AUTO_MAP = {
+    f"AutoModel{name.removeprefix('Fox').removeprefix('Model')}": f"modeling_fox.{name}"
+    for name in __all__
+    if name != "FoxPreTrainedModel"
+}

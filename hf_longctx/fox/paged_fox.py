@@ -50,17 +50,13 @@ def paged_attention(attention, x, position_embeddings, mask, cache, **kwargs) ->
 
     The new tokens are written to their pages. The tokens that attention needs are read from the pages.
     """
-    q, k, v = (
-        proj(x).unflatten(-1, (-1, attention.head_dim))
-        for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
+    q, k, v = attention.project(x)
     shifted = attention.k_shift_proj is not None or attention.v_shift_proj is not None
     log_f = x.new_zeros(1, k.shape[2], x.shape[1]).float() if attention.f_proj is None else attention.f_proj(x)
     q = attention.q_norm(q).transpose(1, 2)
     if shifted:  # RoPE is then absent, and keys are normalized after they are read
-        projections = (attention.k_shift_proj, attention.v_shift_proj)
-        weights = [torch.zeros_like(k[..., 0]) if p is None else p(x).to(k) for p in projections]
-        v = torch.cat([v, torch.stack(weights, dim=-1)], dim=-1)  # (1, T, Hkv, D + 2)
+        weights = attention.shift_weights(x, k).to(k).unflatten(-1, (2, -1)).mT
+        v = torch.cat([v, weights], dim=-1)  # (1, T, Hkv, D + 2)
     k = (k if shifted else attention.k_norm(k)).transpose(1, 2)
     if position_embeddings is not None:
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .attention_fox import unfold_decay
+from .state_fox import AttendingLayer, replace_shift_layers, with_class
 
 
 CHUNK_ELEMENTS = 2**22  # number of entries of A in a chunk: 16 MB
@@ -116,13 +117,14 @@ def head_maps(
     block = -(-input_ids.shape[1] // resolution)
     maps, cache = {}, DynamicCache(config=config)
 
-    def attend(attention_function, module, query, key, *args, **kwargs):
-        if module.layer_idx in layers:
-            maps.update({(module.layer_idx, head): head_map(module, query, key, head, block) for head in heads})
-        return attention_function(module, query, key, *args, **kwargs)
+    class MapLayer(AttendingLayer):
+        def attend(self, attention_function, module, query, key, *args, **kwargs):
+            if module.layer_idx in layers:
+                maps.update({(module.layer_idx, head): head_map(module, query, key, head, block) for head in heads})
+            return attention_function(module, query, key, *args, **kwargs)
 
-    for layer in cache.layers:
-        vars(layer)["attend"] = attend
+    replace_shift_layers(cache)
+    cache.layers = [with_class(x, type("MapLayer", (MapLayer, type(x)), {})) for x in cache.layers]
     base = getattr(model, model.base_model_prefix, model)  # the model without lm_head, because logits are not needed
     training = model.training
     base.eval()(input_ids, cache=cache, use_cache=True)

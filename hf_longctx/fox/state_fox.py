@@ -33,6 +33,7 @@ FREE_TOKENS = 64  # number of tokens for which an `InPlaceBuffer` allocates memo
 class Call(NamedTuple):
     """Description of one call, shared by all layers.
 
+    implementation: the attention implementation, never "auto".
     mask: the attention mask in the format of the attention implementation. None: plain causal attention.
     token_mask: (B, T) bool, False at padding. None: every token is real.
     position_ids: (1 or B, T), positions for RoPE.
@@ -46,9 +47,9 @@ class Call(NamedTuple):
     flash: boundaries of the sequences, as arguments of FlashAttention.
     shard: the `SequenceShard` of hf_longctx/training/sequence_parallel.py under sequence parallelism. With a shard,
         `predecessor` describes the local part of the rows. All other fields describe whole rows.
-    implementation: the attention implementation. None: use the config's.
     """
 
+    implementation: str
     mask: Any = None
     token_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
@@ -58,10 +59,6 @@ class Call(NamedTuple):
     visible: torch.Tensor | None = None
     flash: dict[str, Any] = {}
     shard: Any = None
-    implementation: str | None = None
-
-
-PLAIN_CALL = Call()  # real tokens of one sequence per row, and nothing cached
 
 
 def previous_tokens(x: torch.Tensor, before: torch.Tensor | None, predecessor: torch.Tensor | None) -> torch.Tensor:
@@ -151,8 +148,14 @@ def replace_shift_layers(cache: Cache) -> None:
     """Replace transformers' dynamic hybrid layers with ours."""
     for i, layer in enumerate(cache.layers):
         if type(layer) in OURS:
-            cache.layers[i] = OURS[type(layer)].__new__(OURS[type(layer)])
-            vars(cache.layers[i]).update(vars(layer))
+            cache.layers[i] = with_class(layer, OURS[type(layer)])
+
+
+def with_class(layer: Any, kind: type) -> Any:
+    """Return a layer of another class that shares the layer's tensors."""
+    other = kind.__new__(kind)
+    vars(other).update(vars(layer))
+    return other
 
 
 class InPlaceBuffer:

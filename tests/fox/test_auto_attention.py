@@ -43,7 +43,7 @@ def test_without_a_gpu_auto_is_sdpa_and_is_not_saved(tmp_path, used):
 
 
 def test_the_masks_of_generate_are_those_of_the_choice(monkeypatch, used):
-    monkeypatch.setattr("hf_longctx.fox.modeling_fox.choose_implementation", lambda *args: "eager")
+    monkeypatch.setattr("hf_longctx.fox.backend_fox.choose_implementation", lambda *args: "eager")
     model, mask = make(), torch.ones(2, 9, dtype=torch.long)
     mask[0, :3] = 0
     model.generate(tokens(2, 9), attention_mask=mask, max_new_tokens=3, pad_token_id=0)

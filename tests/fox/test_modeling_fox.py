@@ -62,7 +62,7 @@ def test_a_pro_layer_is_that_of_the_paper(backend):
         outputs.append(norm(o, layer.o_norm.weight[rows], layer.config.rms_norm_eps) * gate)
     expected = torch.cat(outputs, -1) @ layer.o_proj.weight.T
     mask = None if backend == "sdpa" else torch.full((20, 20), -torch.inf).triu(1)[None, None]
-    torch.testing.assert_close(layer(x[None], call=Call(mask=mask))[0][0], expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(layer(x[None], call=Call("sdpa", mask))[0][0], expected, atol=2e-5, rtol=1e-4)
 
 
 @both_blocks
