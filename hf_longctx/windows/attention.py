@@ -118,7 +118,7 @@ def attend(
     band = tokens if torch.compiler.is_compiling() else min(max(window, SHORTEST_BAND), LONGEST_BAND)
     end = 0
     while end < tokens:
-        begin, causal = end, end == 0 and mask.mask is None and reach > 0
+        begin, causal = end, end == 0 and read.ordered and mask.mask is None and reach > 0
         end = min(begin + (max(band, reach) if causal else band), tokens)
         stop = n - tokens + end if read.new_last else n
         k, v, slots = read.keys[:, :, :stop], read.values[:, :, :stop], read.slots[..., :stop]

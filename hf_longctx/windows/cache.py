@@ -1,11 +1,12 @@
 """A cache that stores only the keys inside the windows of each head."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from .groups import Extent, HeadGroup, LayerWindows
@@ -70,15 +71,19 @@ class WindowLayer(DynamicLayer):
     `update` only counts the new tokens. The attention function stores them by `extend`, because its mask tells which
     tokens are padding. After `activate_past_recording`, new tokens stay in a tail until the next `crop`.
 
+    Args:
+        windows: windows of the layer.
+        checker: list that all layers of a cache share. It gets the layer that checks masks.
+
     Attributes:
         exact_block: number of tokens that may be read in one pass with the logits of one token per pass. All.
     """
 
     exact_block = math.inf
 
-    def __init__(self, windows: LayerWindows, is_first: bool):
+    def __init__(self, windows: LayerWindows, checker: list["WindowLayer"]):
         super().__init__()
-        self.windows, self.is_first = windows, is_first
+        self.windows, self.checker = windows, checker
         self.record_past = False
         self._clear()
 
@@ -163,7 +168,8 @@ class WindowLayer(DynamicLayer):
             indices = mask.new_indices(slots)
         else:
             indices = slots.expand(store.keys.shape[0], -1)
-        if store.counts is not None and self.is_first:  # one layer is enough, because this waits for a GPU
+        self.checker[:] = self.checker or [self]
+        if store.counts is not None and self.checker[0] is self:  # one layer is enough, because this waits for a GPU
             tail = self.tails[group].indices if group in self.tails else indices[:, :0]
             earlier = store.counts + (tail >= 0).sum(1)
             real = indices >= 0
@@ -194,26 +200,34 @@ class WindowLayer(DynamicLayer):
         Raises:
             ValueError: keys that would be needed again have been dropped.
         """
+        self.check_crop(tokens_to_remove)
+        removed = -int(tokens_to_remove)
+        self.seen -= removed
+        for store, tokens in self._removed_from_stores(removed):
+            store.remove_last(tokens)
+        for group, tail in self.tails.items():
+            if stays := max(0, tail.keys.shape[2] - removed):
+                self._write(self.rings[group], tail.first(stays))
+        self.tails = {}
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise the errors of `crop`, and remove nothing."""
         removed = -int(tokens_to_remove)
         if removed < 0:
             raise ValueError(f"`tokens_to_remove` must be at most 0, got {-removed}. crop(-3) removes three tokens.")
         if removed > self.seen:
             raise ValueError(f"`tokens_to_remove` must be at least {-self.seen}, got {-removed}.")
-        lengths = {group: tail.keys.shape[2] for group, tail in self.tails.items()}
-        stores: list = [(store, removed) for store in self.ordered.values()]
-        stores += [(store, max(0, removed - lengths.get(group, 0))) for group, store in self.rings.items()]
-        if not all(store.can_remove_last(tokens) for store, tokens in stores):
+        if not all(store.can_remove_last(tokens) for store, tokens in self._removed_from_stores(removed)):
             raise ValueError(
                 f"crop cannot remove {removed} tokens, because keys that are needed again have been dropped. Call "
                 "cache.activate_past_recording() before you add tokens that may be removed."
             )
-        self.seen -= removed
-        for store, tokens in stores:
-            store.remove_last(tokens)
-        for group, tail in self.tails.items():
-            if stays := max(0, lengths[group] - removed):
-                self._write(self.rings[group], tail.first(stays))
-        self.tails = {}
+
+    def _removed_from_stores(self, removed: int) -> list[tuple[Any, int]]:
+        """Return each store, and how many of the last `removed` tokens it contains. The tails contain the others."""
+        tails = {group: tail.keys.shape[2] for group, tail in self.tails.items()}
+        rings = [(store, max(0, removed - tails.get(group, 0))) for group, store in self.rings.items()]
+        return [(store, removed) for store in self.ordered.values()] + rings
 
     def stores(self) -> list[OrderedStore | RingStore]:
         """Return the stores of all groups."""
@@ -235,3 +249,17 @@ class WindowLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._map_rows(lambda x: x.repeat_interleave(repeats, 0))
+
+
+class WindowCache(Cache):
+    """A cache of `WindowLayer`s, of which `crop` changes all or none."""
+
+    def __init__(self, windows: Iterable[LayerWindows]):
+        checker: list[WindowLayer] = []
+        super().__init__(layers=[WindowLayer(layer, checker) for layer in windows])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, see `WindowLayer.crop`."""
+        for layer in self.layers:
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)

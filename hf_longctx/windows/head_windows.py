@@ -12,7 +12,7 @@ from transformers import Cache, GenerationMixin
 from transformers.utils import PushToHubMixin, cached_file
 
 from .attention import NAME
-from .cache import WindowLayer
+from .cache import WindowCache
 from .groups import LayerWindows, kept_keys
 from .layers import attention_layers, decoder_of, key_heads
 from .static_cache import StaticWindowLayer
@@ -137,7 +137,7 @@ class HeadWindows(PushToHubMixin):
             ValueError: max_cache_len is not a positive integer.
         """
         if max_cache_len is None:
-            return Cache(layers=[WindowLayer(windows, is_first=i == 0) for i, windows in enumerate(self.layers)])
+            return WindowCache(self.layers)
         if not is_integer(max_cache_len) or max_cache_len < 1:
             raise ValueError(f"`max_cache_len` must be a number of tokens of at least 1, got {max_cache_len!r}.")
         return Cache(layers=[StaticWindowLayer(windows, max_cache_len) for windows in self.layers])

@@ -89,8 +89,10 @@ class RingStore:
     def __init__(self, sinks: int, window: int, keys: Tensor, values: Tensor):
         self.sinks, self.window, self.limit = sinks, window, sinks + window
         self.length = 0  # number of tokens so far, including padding
+        self.longest = 0  # the largest length so far. Since then, tokens may have been removed.
         self.slots: Tensor | None = None  # (B, entries + 1); -1: the entry is empty
         self.counts: Tensor | None = None  # (B,): number of tokens so far, without padding
+        self.most: Tensor | None = None  # (B,): the largest count so far
         self.keys, self.values = (x.detach()[:, :, :0].clone() for x in (keys, values))
 
     def stored(self) -> tuple[Tensor, Tensor]:
@@ -119,7 +121,7 @@ class RingStore:
                 self.keys[:, :, entry : entry + tokens] = keys.detach()[:, :, new]
                 self.values[:, :, entry : entry + tokens] = values.detach()[:, :, new]
                 start += tokens
-        self.length = end
+        self.length, self.longest = end, max(end, self.longest)
 
     def scatter(self) -> None:
         """Let the rows contain different tokens from now on."""
@@ -127,7 +129,7 @@ class RingStore:
             rows, slots = self.keys.shape[0], self.stored_slots()
             self.keys, self.values = (F.pad(x, (0, 0, 0, 1)) for x in self.stored())
             self.slots = F.pad(slots.expand(rows, -1), (0, 1), value=-1)
-            self.counts = slots.new_full((rows,), self.length)
+            self.counts, self.most = slots.new_full((rows,), self.length), slots.new_full((rows,), self.longest)
 
     def append_scattered(self, keys: Tensor, values: Tensor, indices: Tensor) -> None:
         """Append tokens, (B, h, T, D), to rows with padding.
@@ -136,10 +138,11 @@ class RingStore:
         """
         begin, end = self.length, self.length + keys.shape[2]
         self._make_room(end)
-        assert self.slots is not None and self.counts is not None
+        assert self.slots is not None and self.counts is not None and self.most is not None
         slots = torch.arange(begin, end, device=keys.device)
         write_scattered(self, self.slots, keys, values, indices, slots)
-        self.counts += (indices >= 0).sum(1)
+        self.counts = self.counts + (indices >= 0).sum(1)
+        self.most = self.most.maximum(self.counts)
         self.length = end
 
     def _make_room(self, length: int) -> None:
@@ -155,10 +158,12 @@ class RingStore:
                 self.slots = F.pad(self.slots, (0, free), value=-1)
 
     def can_remove_last(self, tokens: int) -> bool:
-        """A full ring has one token more than the next query needs."""
-        if tokens <= 1 or self.length <= self.limit:
+        """A full ring has one token more than the next query needs, unless it has been removed already."""
+        if tokens == 0:
             return True
-        return self.counts is not None and not (self.counts > self.limit).any()
+        if self.counts is None or self.most is None:
+            return self.longest <= self.limit or self.length - tokens >= self.longest - 1
+        return bool(((self.most <= self.limit) | (self.counts - tokens >= self.most - 1)).all())
 
     def remove_last(self, tokens: int) -> None:
         self.length -= tokens
@@ -170,8 +175,8 @@ class RingStore:
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to all tensors. Their first dimension is that of the rows."""
         self.keys, self.values = function(self.keys), function(self.values)
-        if self.slots is not None and self.counts is not None:
-            self.slots, self.counts = function(self.slots), function(self.counts)
+        if self.slots is not None and self.counts is not None and self.most is not None:
+            self.slots, self.counts, self.most = map(function, (self.slots, self.counts, self.most))
 
 
 class FixedStore:

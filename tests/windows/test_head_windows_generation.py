@@ -191,3 +191,67 @@ def test_a_cache_continues_a_conversation():
     first = generate(model, ids[:, :30], **{CACHE: cache})
     prompt = torch.cat([first, ids[:, 60:]], 1)
     assert torch.equal(generate(model, prompt, **{CACHE: cache}), generate(model, prompt, use_cache=False))
+
+
+@pytest.mark.parametrize("window", [1, 16, 100])
+@torch.no_grad()
+def test_rows_without_padding_stay_after_padded_rows_are_removed(window):
+    """The remaining rows have no mask or a mask of ones, but the cache still has free entries from the padding."""
+    model, windows = windowed(windows=[[window] * 4, [-1] * 4, [-1, window, 16, 1]])
+    ids, mask = tokens(), padding_mask("middle")
+    wanted = model(ids[1:], use_cache=False).logits
+    for part in (None, mask[1:]):
+        cache = windows.cache()
+        model(ids[:, :50], attention_mask=mask[:, :50], **{CACHE: cache})
+        cache.batch_select_indices(torch.tensor([1]))
+        assert difference(in_chunks(model, ids[1:, 50:60], None, cache, [1, 1, 7, 1]), wanted[:, 50:60]) < ROUNDING
+        part = None if part is None else part[:, :61]
+        read = model(ids[1:, 60:61], attention_mask=part, **{CACHE: cache}).logits
+        assert difference(read, wanted[:, 60:61]) < ROUNDING
+
+
+@pytest.mark.parametrize("padding", ["no mask", "left"])
+@torch.no_grad()
+def test_crop_removes_one_token_only_once(padding):
+    """A full ring has only one token more than the next query needs, however often `crop` is called."""
+    model, windows = windowed(windows=[[-1, 16, 30, 30]] * 3)
+    ids, mask = tokens(), padding_mask(padding)
+    part = lambda end: None if mask is None else mask[:, :end]  # noqa: E731
+    full = model(ids, attention_mask=mask, use_cache=False).logits
+    for length in (20, 21, 22, 33, 34, 60):
+        cache, begin = windows.cache(), length
+        model(ids[:, :length], attention_mask=part(length), **{CACHE: cache})
+        for _ in range(3):
+            try:
+                cache.crop(-1)
+            except ValueError as error:
+                assert length > 19, error
+                break
+            begin -= 1
+        assert length == 20 or begin == length - 1 or padding == "left"
+        read = model(ids[:, begin:63], attention_mask=part(63), **{CACHE: cache}).logits
+        assert difference(read, full[:, begin:63], None if mask is None else mask[:, begin:63]) < ROUNDING
+
+
+@torch.no_grad()
+def test_a_crop_that_raises_removes_nothing():
+    model, windows = windowed(windows=[[-1] * 4, [60] * 4, [8] * 4])
+    ids, cache = tokens(), windows.cache()
+    full = model(ids, use_cache=False).logits
+    model(ids[:, :40], **{CACHE: cache})
+    with pytest.raises(ValueError, match="crop cannot remove 5 tokens"):
+        cache.crop(-5)
+    assert [layer.get_seq_length() for layer in cache.layers] == [40] * 3
+    assert difference(in_chunks(model, ids[:, 40:], None, cache, [1, 29]), full[:, 40:]) < ROUNDING
+
+
+@pytest.mark.parametrize("family, windows", [("llama", [[-1] * 4, [8] * 4, [8] * 4]), ("gemma3", [[30] * 4] * 3)])
+@torch.no_grad()
+def test_a_mask_that_contradicts_the_cache_if_the_first_layer_has_no_windows(family, windows):
+    model, windows = windowed(family, windows=windows)
+    ids, mask = tokens(), padding_mask("left")
+    for copied in (lambda cache: cache, copy.deepcopy):
+        cache = windows.cache()
+        in_chunks(model, ids[:, :60], mask[:, :60], cache, [59, 1])
+        with pytest.raises(ValueError, match="must mark the same cached tokens as padding"):
+            model(ids[:, 60:], attention_mask=torch.ones_like(mask), **{CACHE: copied(cache)})
