@@ -339,8 +339,8 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
 
 def foreign_yarn(file: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
     """Return YaRN parameters in another format than transformers', and the fields that contain them; see `YARN`."""
-    nested = file.get("yarn") if isinstance(file.get("yarn"), dict) else {}
-    for fields, names in zip((nested, file, file), YARN):
+    nested: Any = file.get("yarn")
+    for fields, names in zip((nested if isinstance(nested, dict) else {}, file, file), YARN):
         if {*list(names)[:2]} <= fields.keys():
             truncate = {"truncate": False} if "rope_ntk_alpha" in names else {}  # as in gpt-oss's code
             found = {names[name]: fields[name] for name in names if name in fields}
