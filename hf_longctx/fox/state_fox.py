@@ -151,7 +151,7 @@ def replace_shift_layers(cache: Cache) -> None:
             cache.layers[i] = with_class(layer, OURS[type(layer)])
 
 
-def with_class(layer: Any, kind: type) -> Any:
+def with_class(layer: Any, kind: Any) -> Any:
     """Return a layer of another class that shares the layer's tensors."""
     other = kind.__new__(kind)
     vars(other).update(vars(layer))
