@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 
 from scripts import sample
 from scripts.bench import common
-from scripts.evidence.hmt_facts import COLOURS, NAMES
 from scripts.prove_hmt import CONTROLS, FACTS, READS, SIZES, RecallTask, ask, trained
 
 
@@ -28,6 +27,18 @@ CARD = common.ROOT / "model_cards" / "hmt-demo"
 RECIPE = Namespace(**SIZES | {"texts": 64})
 SEED = 0
 SPECIAL = ["<pad>", "remember", "recall", "answer"]  # tokens of RecallTask other than keys, values and noise
+NAMES = [
+    "Ada", "Alan", "Alice", "Amos", "Anna", "Boris", "Bruno", "Carla", "Cecil", "Clara", "Cyrus", "Dora",
+    "Doris", "Edgar", "Edith", "Elsa", "Erik", "Esther", "Felix", "Flora", "Frida", "Gita", "Greta", "Gus",
+    "Hanna", "Hector", "Helga", "Hugo", "Ida", "Igor", "Ines", "Ingrid", "Irma", "Ivan", "Jonas", "Julia",
+    "Karl", "Kira", "Lars", "Laura", "Leo", "Lena", "Linus", "Luisa", "Magda", "Marco", "Maya", "Miles", "Mina",
+    "Nadia", "Nina", "Nora", "Olga", "Oscar", "Otto", "Paula", "Pavel", "Petra", "Rosa", "Ruben", "Sonja",
+    "Tessa", "Vera", "Victor",
+]  # fmt: skip
+COLOURS = [
+    "amber", "black", "blue", "brown", "copper", "cream", "gold", "gray", "green", "ivory", "orange", "pink", "purple",
+    "red", "silver", "white",
+]  # fmt: skip
 NOISE = [
     "the", "of", "and", "a", "to", "in", "is", "it", "that", "was", "for", "on", "as", "with", "his", "they", "at", "be",
     "this", "from", "or", "had", "by", "but", "some", "what", "there", "we",

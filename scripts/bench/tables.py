@@ -18,7 +18,7 @@ HEAD = """# Results
 
 `python -m scripts.bench.tables` writes this page from `sections.toml` and the JSON files of this folder. A JSON contains the machine, the \
 versions, the commit, the settings and all rows. Some tables here are shortened: the command above a table prints all rows if you add \
-`--table FILE`. The docstring of [each script](../README.md) says what it measures, and how.
+`--table FILE`. The scripts of some experiments were removed: their tables do not change any more. The docstring of [each script](../README.md) says what it measures, and how.
 
 Machine, unless noted otherwise: {where}. Small experiments take minutes of one CPU core, so they show effects, but not their size at scale. \
 Models and implementations that are compared take turns in rounds. Times are medians over rounds, and ratios are medians of the ratio within \
@@ -29,7 +29,15 @@ Not measured yet on a GPU: {missing}.
 
 
 def section(
-    title: str, text: str, module: str, results: dict, more: tuple, figure: str | None, only: dict, where: str
+    title: str,
+    text: str,
+    results: dict,
+    module: str,
+    tables: dict,
+    more: tuple,
+    figure: str | None,
+    only: dict,
+    where: str,
 ) -> str:
     """Return one section of the page as Markdown; the arguments are the fields of sections.toml.
 
@@ -39,10 +47,14 @@ def section(
     if figure:
         parts.append(f"![plot](../../model_cards/evidence/{figure})")
     for name, result in results.items():
-        rows = [row for row in result["rows"] if all(row.get(field) == value for field, value in only.items())]
-        table = importlib.import_module(f"scripts.{module}").table(result | {"rows": rows})
+        if name in tables:
+            table = tables[name]
+        else:
+            rows = [row for row in result["rows"] if all(row.get(field) == value for field, value in only.items())]
+            table = importlib.import_module(f"scripts.{module}").table(result | {"rows": rows})
         own = common.place(result)
-        parts.append(f"`{result['command']}`: [{name}]({name}){'' if own == where else f', on {own}'}.\n\n{table}")
+        notes = [f", on {own}"] * (own != where) + [" (the script was removed later)"] * (name in tables)
+        parts.append(f"`{result['command']}`: [{name}]({name}){''.join(notes)}.\n\n{table}")
     if more:
         parts.append(f"Without a table: {', '.join(f'[{name}]({name})' for name in more)}.")
     return "\n\n".join(parts)
@@ -58,7 +70,7 @@ def page() -> str:
     places = [common.place(result) for fields in sections for result in fields["results"].values()]
     where = max(places, key=places.count)
     missing = ", ".join(name for fields in sections for name in fields.pop("missing"))
-    optional = {"more": (), "figure": None, "only": {}, "where": where}
+    optional = {"module": "", "tables": {}, "more": (), "figure": None, "only": {}, "where": where}
     parts = [section(**optional | fields) for fields in sections if fields["results"]]
     return "\n".join([HEAD.format(where=where, missing=missing), *(f"{part}\n" for part in parts)])
 

@@ -148,16 +148,6 @@ def held_out(folder, row_length):
     return Path(folder) / f"held_out-{row_length}.npy"
 
 
-def encoded_by(folder, model):
-    """Return a subfolder with the same documents and a model's tokenizer."""
-    inner = Path(folder) / Path(model).name
-    inner.mkdir(parents=True, exist_ok=True)
-    for file in [*Path(folder).glob("*.xz"), inner / "tokenizer"]:
-        if not (inner / file.name).exists():
-            (inner / file.name).symlink_to(Path(model).resolve() if file.name == "tokenizer" else file.resolve())
-    return str(inner)
-
-
 def pack(args):
     begin, train, rows_file = time.monotonic(), args.folder / "train.npy", held_out(args.folder, args.row_length)
     files = sorted(args.folder.glob("train-*.xz"))

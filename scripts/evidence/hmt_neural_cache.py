@@ -20,15 +20,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoTokenizer, DynamicCache, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, set_seed
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.hmt.compat_hmt import cache_name
 from scripts.bench import common
-from scripts.evidence.hmt_training import BACKBONES, TEXT, load_backbone
 from scripts.evidence.parts import make_parser, measure_parts, require
+from scripts.fetch_model import SMOLLM2
 
 
+BACKBONES = {"smollm2": SMOLLM2, "llama-demo": common.ROOT / "model_cards" / "llama-demo"}
+TEXT = common.ROOT / "demo_output" / "corpus"
 BOOKS = ("Moby Dick", "Emma")
 SCORED = ("far", "all")
 READINGS = ("window", "longer window", "whole context", "own book", "other book")  # in the order of `one_stretch`
@@ -106,7 +108,8 @@ def measure(args):
     settings = {"segment_length": args.segment_length, "sensory_tokens": args.sensory_tokens}
     config = HMTConfig(**settings, neural_cache_weight=args.weight)
     set_seed(0)
-    model = HMTWrapper.from_backbone(load_backbone(args), config).eval()
+    backbone = AutoModelForCausalLM.from_pretrained(BACKBONES[args.backbone], dtype=torch.float32)
+    model = HMTWrapper.from_backbone(backbone.to(args.device), config).eval()
 
     def measure_one(number, seed, args):
         return one_stretch(number, seed, model, args)

@@ -110,14 +110,14 @@ def train_command(name, args):
     return ["train", *(["--set", *fields] if fields else [])], {"model": preset, "tokenizer": f"{args.data}/tokenizer"}
 
 
-def train(name, rate, seed, args, until, command=train_command):
+def train(name, rate, seed, args, until):
     """Train a model, or resume its training, until it finishes or time runs out."""
     folder = run_folder(name, rate, seed, args)
     if (folder / "model").exists() or time.monotonic() > until:
         return
     folder.mkdir(parents=True, exist_ok=True)
     steps = max(1, args.tokens // (args.rows * args.length))
-    words, options = command(name, args)
+    words, options = train_command(name, args)
     options |= {
         "data": f"{args.data}/train.npy",
         "output_dir": folder / "run",
@@ -247,21 +247,17 @@ def measure_pruning(model, rows, args):
 
 
 def measure(args):
+    """Yield a row for each model, learning rate and seed: trained and evaluated, or what is missing."""
     args.models = args.models or list(ABLATION if args.ablation else MODELS)
     args.tokens = args.tokens or affordable([SPEED.get(name, 2.4e5) for name in args.models], args)
     args.work = args.work / f"pretraining_{args.tokens}"
-    yield from measure_models(train_command, args)
-
-
-def measure_models(command, args):
-    """Yield a row for each model, learning rate and seed: trained by a command and evaluated, or what is missing."""
     begin = time.monotonic()
     args.until = begin + 60 * args.minutes
     corpus.main(["pack", "--folder", args.data, "--row-length", str(args.times * args.length)])
     keys = list(itertools.product(args.models, args.learning_rates, args.seeds))
     until = begin + 60 * args.minutes * 0.8
     with ThreadPoolExecutor(args.at_once) as pool:
-        trained = {pool.submit(train, *key, args, until, command): key for key in keys}
+        trained = {pool.submit(train, *key, args, until): key for key in keys}
         for future in as_completed(trained):
             future.result()
             name, rate, seed = key = trained[future]
@@ -368,8 +364,7 @@ def draw(result, path):
         )
 
 
-def options_parser(module, description, name, models, **defaults):
-    """Return a parser with the options of `measure_models`, some with other defaults."""
+def main(arguments=None):
     sizes = {"minutes": 25.0, "tokens": 0, "length": 2048, "times": 8, "rows": 32, "documents": 48, "repeats": 6}
     options = {
         "prompts": [512, 1024, 2048, 4096, 8192],
@@ -378,17 +373,12 @@ def options_parser(module, description, name, models, **defaults):
         "seeds": [0],
         "at_once": 1,
     }
-    parser = make_parser(module, description, name, **sizes | options | defaults, device="cpu")
+    parser = make_parser(__spec__.name, __doc__, "pretraining{ablation}", **sizes | options, device="cpu")
     parser.add_argument(
         "--data", default=str(corpus.FOLDER), metavar="FOLDER", help="corpus (default: demo_output/code)"
     )
     parser.add_argument("--train", nargs="*", default=[], metavar="NAME=VALUE", help="additional training options")
-    parser.add_argument("--models", nargs="+", choices=models, help="models (default: all)")
-    return parser
-
-
-def main(arguments=None):
-    parser = options_parser(__spec__.name, __doc__, "pretraining{ablation}", list(MODELS | ABLATION))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS | ABLATION), help="models (default: all)")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of all configurations")
     parser.add_argument(
         "--ablation", action="store_const", const="_ablation", default="", help="train the rows of Table 3"

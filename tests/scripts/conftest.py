@@ -36,6 +36,5 @@ def smollm2(load, monkeypatch, tmp_path):
     for book in load("hmt_neural_cache").BOOKS:
         (tmp_path / "text" / "train" / f"{book}.txt").write_text(stdlib_text("held_out")[:6000])
     (tmp_path / "text" / "held_out.txt").write_text(stdlib_text("held_out")[:20_000])
-    monkeypatch.setitem(load("hmt_training").BACKBONES, "smollm2", tmp_path / "model")
-    for name in ("facts", "perplexity", "neural_cache", "wrapping"):
-        monkeypatch.setattr(load(f"hmt_{name}"), "TEXT", tmp_path / "text")
+    monkeypatch.setitem(load("hmt_neural_cache").BACKBONES, "smollm2", tmp_path / "model")
+    monkeypatch.setattr(load("hmt_neural_cache"), "TEXT", tmp_path / "text")

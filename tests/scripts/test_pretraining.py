@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from hf_longctx.cli import main
-from hf_longctx.metrics import rope_context_bound
 
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install 'hf-longctx[plot]'")
@@ -107,16 +106,3 @@ def test_models_are_trained_and_compared(pretraining, tmp_path, capsys, monkeypa
     assert capsys.readouterr().out.count("| FoX (Pro) | loss at 129 to 256, nats |") == len(rows) - 1
     monkeypatch.setattr(pretraining, "torch", None)  # what was measured is not computed again
     assert result_of(pretraining, options, tmp_path) == rows
-
-
-@pytest.mark.usefixtures("undrawn", "smollm2")
-def test_bases_are_trained_and_compared(pretraining, load, tmp_path, capsys):
-    module = load("rope_extend")
-    rows = result_of(module, f"--times 1 --length 128 --model {tmp_path}/model --factors 1 100", tmp_path)
-    low, high = sorted(float(name.removeprefix("base ").partition(",")[0]) for name in rows)
-    assert rope_context_bound(base=low, head_dim=16) >= 127 and high == pytest.approx(100 * low, rel=0.1)
-    assert all(len(row["training_losses"]) == 1 and len(row["documents"]) == 1 for row in rows.values())
-    assert "| loss at 1 to 128, nats |" in capsys.readouterr().out
-    for base in (low, high):
-        (config,) = tmp_path.glob(f"work/rope_extend_256/base_{base:g}_*/model/config.json")
-        assert json.loads(config.read_text())["rope_parameters"]["rope_theta"] == base
