@@ -110,13 +110,8 @@ class Call:
         reader = self.reader
         embeds = reader.embed(part.ids[:, reader.k + start : reader.k + stop])
         n = 0 if prefix is None else prefix.shape[1]
-        before, after = embeds[:, :0], embeds[:, :0]
-        if prefix is not None:
-            before = prefix.to(embeds).expand(len(embeds), -1, -1)
-        if closing is not None:
-            after = before if closing is prefix else closing.to(embeds).expand(len(embeds), -1, -1)
-        if n or closing is not None:
-            embeds = torch.cat([before, embeds, after], 1)
+        if prefix is not None or closing is not None:
+            embeds = surround(embeds, prefix, closing)
         positions = None
         if reader.single_pass:
             positions = position_ids(part.positions, start, n, embeds)
@@ -132,9 +127,7 @@ class Call:
         columns = range(n + begin - start, n + stop - start)
         remembered = remembered if reader.retrievers.mixes else None
         arguments = (embeds, mask, columns, targets, kv_cache, positions, returns, remembered, captures)
-        run_once: Callable[..., Any] = self.run_once
-        if self.checkpoint is not None:
-            run_once = partial(self.checkpoint, self.run_once)
+        run_once: Any = self.run_once if self.checkpoint is None else partial(self.checkpoint, self.run_once)
         logits, hidden, loss, kv_cache = run_once(*arguments)
         if loss is not None:
             self.losses.append(loss)
@@ -225,6 +218,13 @@ class Call:
             # DDP needs a gradient for every parameter. A sequence of one segment does not use the recall parameters.
             loss = loss + 0 * sum(p.sum() for p in memory.parameters())
         return loss
+
+
+def surround(embeds: Tensor, prefix: Tensor | None, closing: Tensor | None) -> Tensor:
+    """Return [prefix, embeds, closing], (B, P, d). The arguments have shapes (B or 1, n, d)."""
+    parts = {id(x): x.to(embeds).expand(len(embeds), -1, -1) for x in (prefix, closing) if x is not None}
+    around = [[] if x is None else [parts[id(x)]] for x in (prefix, closing)]
+    return torch.cat([*around[0], embeds, *around[1]], 1)
 
 
 def position_ids(of_token_0: list[int], start: int, n: int, embeds: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory
 from .output_hmt import HMTOutput
 from .packing_hmt import PackedRows
 from .paper_hmt import read as read_paper
-from .reader_hmt import Reader, basis_of, settle
+from .reader_hmt import Reader, basis_of
 from .single_pass_hmt import read as read_single_pass
 from .state_hmt import HMTState
 
@@ -122,7 +122,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             for module in backbone.modules():  # these weights are already loaded, or initialized by PEFT
                 module._is_hf_initialized = True  # ty: ignore[invalid-assignment] (transformers' flag)
         self.post_init()
-        self._reader = settle(config, lm, self.memory)
+        self._reader = Reader(config, lm, self.memory)
         config.write()
 
     def __setstate__(self, state: dict) -> None:
@@ -138,7 +138,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 "launch), or make only one GPU visible: CUDA_VISIBLE_DEVICES=0."
             )
         if not self._reader.is_settled or self._reader.basis != basis_of(self.lm, self.memory):
-            self._reader = settle(self.config, self.lm, self.memory)
+            self._reader = Reader(self.config, self.lm, self.memory)
         return self._reader
 
     def configure(self, **changes: Any) -> None:
@@ -154,8 +154,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         """
         self.config.check_names(changes)
         before = {name: getattr(self.config, name) for name in changes}
-        for name in ("backbone_config", "recall", "recall_dim", "recall_mode", "memory_tokens"):
-            if changes.get(name, before.get(name)) != before.get(name):
+        for name in changes.keys() & {"backbone_config", "recall", "recall_dim", "recall_mode", "memory_tokens"}:
+            if changes[name] != before[name]:
                 raise ValueError(
                     f"`{name}` must be {before[name]!r}, got {changes[name]!r}. The parameters depend on this setting. "
                     "Build a new model with HMTWrapper.from_backbone(model.backbone, config), or set the value when "
@@ -163,7 +163,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 )
         try:
             self.config.write(**changes)
-            self._reader = settle(self.config, self.lm, self.memory)
+            self._reader = Reader(self.config, self.lm, self.memory)
         except Exception:
             self.config.write(**before)
             raise

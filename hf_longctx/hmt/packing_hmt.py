@@ -57,18 +57,15 @@ def join_parts(parts: list[Part]) -> Part:
     """Truncate parts to the length of the shortest one, and concatenate them along the batch dimension."""
     if len(parts) == 1:
         return parts[0]
-    stop, read = min(part.stop for part in parts), min(part.read for part in parts)
-    joined: dict[str, Any] = {"stop": stop, "read": read, "ends_bptt": parts[0].ends_bptt}
-    for name in ("rows", "segments", "returned_from", "positions"):
-        joined[name] = [value for part in parts for value in getattr(part, name)]
-    for name in ("ids", "targets", "mask"):
-        tensors = [getattr(part, name) for part in parts]
-        if tensors[0] is not None:
-            tensors = [x[:, : x.shape[1] - part.stop + stop] for x, part in zip(tensors, parts)]
-            joined[name] = torch.cat(tensors)
-        else:
-            joined[name] = None
-    return Part(**joined)
+    stop = min(part.stop for part in parts)
+    joined: dict[str, Any] = {"stop": stop, "read": min(part.read for part in parts)}
+    for name, value in parts[0]._asdict().items():
+        values = [getattr(part, name) for part in parts]
+        if isinstance(value, list):
+            joined[name] = [x for of_part in values for x in of_part]
+        elif isinstance(value, Tensor):
+            joined[name] = torch.cat([x[:, : x.shape[1] - part.stop + stop] for x, part in zip(values, parts)])
+    return parts[0]._replace(**joined)
 
 
 class PackedRows:

@@ -1,10 +1,6 @@
 """What a model settles once: `Reader`. The calls of the model share it."""
 
-from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import nn
 
 from .backbone_hmt import Backbone
 from .configuration_hmt import HMTConfig
@@ -12,13 +8,16 @@ from .memory_hmt import HMTMemory, memory_dtype
 from .retrievers_hmt import Retrievers
 
 
-@dataclass(frozen=True)
 class Reader:
-    """The settings of a model and what follows from them.
+    """The settings of a model and what follows from them. No attribute changes: `HMTWrapper` replaces its reader.
+
+    Args:
+        config: the settings. If `reread` is None, it is set.
+        lm, memory: the backbone and the memory of the model.
 
     Attributes:
-        config: the settings. They cannot change: `HMTWrapper.configure` replaces the reader.
-        lm, embed, memory, retrievers: the parts of the model. `embed` embeds token ids.
+        embed: module that embeds token ids.
+        retrievers: select what a segment reads from the previous segments.
         signature: the settings that a state must share (`HMTConfig.signature`).
         basis: the replaceable parts of the model from which the other attributes were derived (`basis_of`).
         is_settled: whether the weights contained data, so that the backbone was tested.
@@ -27,24 +26,32 @@ class Reader:
         single_pass, reread: as in `HMTConfig`.
         in_two_passes: whether the second pass of a segment can extend the cache of the first (`single_pass_hmt.py`).
         dtype: dtype of the memory embeddings.
+
+    Raises:
+        ValueError: the backbone does not support the settings.
     """
 
-    config: HMTConfig
-    lm: Backbone
-    embed: nn.Module
-    memory: HMTMemory
-    retrievers: Retrievers
-    signature: dict
-    basis: tuple
-    is_settled: bool
-    length: int
-    j: int
-    k: int
-    n_prefix: int
-    single_pass: bool
-    reread: bool
-    in_two_passes: bool
-    dtype: torch.dtype
+    def __init__(self, config: HMTConfig, lm: Backbone, memory: HMTMemory):
+        config.check(lm.positions)
+        self.config, self.lm, self.memory = config, lm, memory
+        self.embed: Any = lm.model.get_input_embeddings()
+        self.retrievers = Retrievers(config, memory, lm.embed)
+        self.n_prefix = self.retrievers.columns
+        self.is_settled = lm.has_data
+        self.single_pass = config.single_pass
+        if self.single_pass and self.is_settled:
+            if config.reread is None:
+                config.write(reread=not lm.can_hide(config.positions_per_segment, thorough=True))
+            if not config.reread:
+                lm.check_hides(config.positions_per_segment, extends=self.n_prefix == 1)
+        self.reread = bool(config.reread)
+        self.in_two_passes = self.single_pass and not self.reread and self.n_prefix == 1
+        self.length = config.segment_length
+        self.j = config.summary_length
+        self.k = config.sensory_tokens
+        self.dtype = memory_dtype(lm.model)
+        self.signature = config.signature(lm.width)
+        self.basis = basis_of(lm, memory)
 
 
 def basis_of(lm: Backbone, memory: HMTMemory) -> tuple:
@@ -58,38 +65,4 @@ def basis_of(lm: Backbone, memory: HMTMemory) -> tuple:
     return memory, embed, embed.weight.shape, embed.weight.dtype, embed.weight.device, attention
 
 
-def settle(config: HMTConfig, lm: Backbone, memory: HMTMemory) -> Reader:
-    """Check that the backbone supports the settings, and return the reader. If `config.reread` is None, set it.
-
-    Raises:
-        ValueError: the backbone does not support the settings.
-    """
-    config.check(lm.positions)
-    retrievers = Retrievers(config, memory, lm.embed)
-    n_prefix = retrievers.columns
-    if config.single_pass and lm.has_data:
-        if config.reread is None:
-            config.write(reread=not lm.can_hide(config.positions_per_segment, thorough=True))
-        if not config.reread:
-            lm.check_hides(config.positions_per_segment, extends=n_prefix == 1)
-    return Reader(
-        config=config,
-        lm=lm,
-        embed=lm.model.get_input_embeddings(),
-        memory=memory,
-        retrievers=retrievers,
-        signature=config.signature(lm.width),
-        basis=basis_of(lm, memory),
-        is_settled=lm.has_data,
-        length=config.segment_length,
-        j=config.summary_length,
-        k=config.sensory_tokens,
-        n_prefix=n_prefix,
-        single_pass=config.single_pass,
-        reread=bool(config.reread),
-        in_two_passes=config.single_pass and not config.reread and n_prefix == 1,
-        dtype=memory_dtype(lm.model),
-    )
-
-
-__all__ = ["Reader", "basis_of", "settle"]
+__all__ = ["Reader", "basis_of"]

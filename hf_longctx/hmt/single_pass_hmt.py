@@ -147,14 +147,10 @@ def read_first_parts(call: Call, state: HMTState, parts: list[Part], kv_cache: C
     first_parts: list[FirstPart] = []
     for _, group in groupby(parts, key=lambda part: min(part.needed_from, reader.j)):
         same = list(group)
-        hidden, extended = call.run(
-            join_parts(same),
-            start,
-            reader.j,
-            closing=reader.memory.summary_token[None],
-            kv_cache=kv_cache,
-            remembered=state.memory,
-        )
+        token = reader.memory.summary_token[None]
+        part = join_parts(same)
+        options = {"kv_cache": kv_cache, "remembered": state.memory}
+        hidden, extended = call.run(part, start, reader.j, closing=token, **options)
         caches: list[Cache | None] = [None] * len(same)
         if extended is not None and call.in_two_passes:
             extended.crop(-1)  # the slot of the summary token
@@ -193,17 +189,10 @@ def read_part(call: Call, state: HMTState, part: Part, first_part: FirstPart | N
         recall = reader.retrievers.retrieve(state.memory, first_part.query, query_ids)
     if kv_cache is None and keeps:
         kv_cache = DynamicCache(config=reader.lm.model.config)
-    hidden, kv_cache = call.run(
-        part,
-        start,
-        part.stop,
-        prefix=None if recall is None else recall.embeds,
-        closing=reader.memory.summary_token[None] if is_full else None,
-        logits_from=0 if recall is None else reader.j,
-        kv_cache=kv_cache,
-        remembered=state.memory,
-        last=is_full,
-    )
+    around: dict[str, Any] = {} if recall is None else {"prefix": recall.embeds, "logits_from": reader.j}
+    if is_full:
+        around |= {"closing": reader.memory.summary_token[None], "last": True}
+    hidden, kv_cache = call.run(part, start, part.stop, kv_cache=kv_cache, remembered=state.memory, **around)
     embedding = None
     if is_full:
         embedding = hidden[:, -1:].clone()
