@@ -120,6 +120,7 @@ class WindowLayer(DynamicLayer):
         store = self.ordered.get(group)
         if store is None:
             store = self.ordered[group] = OrderedStore(sliding_window, keys, values)
+        self._check_complete(store.length + keys.shape[2], mask)
         first_call = store.length == 0  # its keys may require gradients
         read = store.append(keys, values, keep_all=self.record_past)
         return ReadKeys(*((keys, values) if first_call else read), None, True)
@@ -132,6 +133,8 @@ class WindowLayer(DynamicLayer):
         store = self.rings.get(group)
         if store is None:
             store = self.rings[group] = RingStore(extent.sinks, extent.window, keys, values)
+        tail = self.tails[group].keys.shape[2] if group in self.tails else 0
+        self._check_complete(store.length + tail + tokens, mask)
         in_place = tokens == 1 and before and not self.record_past and group not in self.tails
         if in_place and store.slots is None and not mask.indexed:
             store.append(keys, values)
@@ -159,6 +162,15 @@ class WindowLayer(DynamicLayer):
         else:
             self._write(store, new)
         return ReadKeys(*read, read_slots, ordered)
+
+    def _check_complete(self, length: int, mask: CallMask) -> None:
+        """Raise an error unless a store will contain all tokens that the layer and the mask have seen."""
+        seen = self.seen if mask.mask is None else mask.mask.shape[-1]
+        if not length == seen == self.seen:
+            raise ValueError(
+                f"`cache` must have stored all {seen} tokens, got {length}. An earlier call has failed, or the model "
+                "computes attention more than once in a layer. Create a new cache, or leave the cache out."
+            )
 
     def _indices(self, group: HeadGroup, slots: Tensor, mask: CallMask) -> Tensor:
         """Return the index of each new token in its sequence, (B, T); -1 for padding."""

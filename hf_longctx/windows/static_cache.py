@@ -107,9 +107,8 @@ class StaticWindowLayer(StaticLayer):
 
     def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         for store in self.stores():
-            store.keys, store.values = function(store.keys), function(store.values)
-            if isinstance(store, FixedStore):
-                store.slots = function(store.slots)
+            for name in ("keys", "values", "slots") if isinstance(store, FixedStore) else ("keys", "values"):
+                setattr(store, name, function(getattr(store, name)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))

@@ -52,6 +52,7 @@ HELP = dict(  # help texts of the options in `make_parser`
     lengths="lengths to measure, in tokens", lines="numbers of lines for line retrieval",
     max_model_len="longest sequence in vLLM, in tokens", methods="models to evaluate", minutes="time limit in minutes",
     model="folder of a FoX", models="models to evaluate",
+    prefill_layers="layers of the model that reads the context",
     prompts="prompt lengths for the needle test, in tokens",
     repeats="repeats per length",
     requests="requests per batch",

@@ -16,13 +16,22 @@ TINY = {
     "gpu.step": "--device cpu --rounds 1",
     "gpu.tune": "--device cpu --kernel forward decode",
     "pruned": "--contexts 64 --tolerances 1e-2 --tokens 2 --layers 1 --heads 2",
+    "windows": "--contexts 300 --tokens 2 --rounds 1 --layers 1 --prefill-layers 1",
     "curve": "--setups small --scale 0.03",
     "hmt speed": "--size tiny --tokens 32 --segment-lengths 16 --sensory-tokens 4 --rounds 1",
     "hmt step": "--rounds 1",
     "hmt memory": "--lengths 300 600",
     "training_memory": "--models tiny --lengths 16 --vocab 64",
 }
-ROWS = {"generate": 3, "generate --cache static": 3, "gpu.step": 7, "gpu.tune": 5, "pruned": 4, "hmt speed": 12}
+ROWS = {
+    "generate": 3,
+    "generate --cache static": 3,
+    "gpu.step": 7,
+    "gpu.tune": 5,
+    "pruned": 4,
+    "windows": 4,
+    "hmt speed": 12,
+}
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
 
 

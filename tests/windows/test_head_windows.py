@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -165,11 +166,29 @@ UNSUPPORTED = {
 }
 
 
+REASONS = {
+    "MLA": "multi-head latent attention",
+    "linear attention": "layers of type linear_attention|no attention layer|attention modules",
+    "no attention": "no attention layer",
+    "hybrid layers": "attention modules|layers of type",
+    "shared keys": "share the keys",
+    "capped logits": "capped",
+    "no key heads": "no attention layer",
+    "own attention": "no attention layer",
+    "an encoder": "no attention layer",
+}
+
+
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_models(name):
     model = UNSUPPORTED[name]()
-    with pytest.raises(NotImplementedError, match="`model` must be a decoder whose layers all have softmax attention"):
+    before = model.config._attn_implementation
+    with pytest.raises(
+        NotImplementedError, match="`model` must be a decoder whose layers all have softmax attention"
+    ) as error:
         HeadWindows([[4] * 4] * 3).apply(model)
+    assert re.search(REASONS[name], str(error.value))
+    assert model.config._attn_implementation == before
 
 
 def test_not_a_model():
