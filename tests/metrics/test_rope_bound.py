@@ -104,6 +104,7 @@ def test_nothing_to_bound():
         assert (bound.base, bound.settled_base) == (1.01, 1.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 96, 256])
 def test_no_base_is_below_the_golden_infimum(data, head_dim):
     for row in data["exact"][str(head_dim)]:
@@ -111,6 +112,7 @@ def test_no_base_is_below_the_golden_infimum(data, head_dim):
             assert rope_base_bound(row["L"], head_dim).base >= float(row["base"]), row
 
 
+@pytest.mark.slow
 def test_golden_bases_and_table_2_of_the_paper(data):
     """The paper's bases come from a coarser search, and are rounded to two digits."""
     golden = data["scan_tables"]["head_dim_128_digits_3"]

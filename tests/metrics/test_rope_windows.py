@@ -71,6 +71,7 @@ def reaches(config):
     return {i: min(TOKENS - 1, group.reach or TOKENS) for group, at in groups.items() for i in at}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_windows_are_those_of_the_masks(seen, settings):
     """For every type that can be built: a setting of the file counts if and only if it changes the masks.

@@ -19,6 +19,7 @@ def lowest_decay(config, rotary_dim):
     return min(np.cos(np.multiply.outer(part, theta)).sum(-1).min() for part in np.array_split(distances, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [16, 24, 32, 48, 64, 96, 128])
 def test_the_written_base_satisfies_the_bound_at_every_distance(head_dim):
     for length in LENGTHS:
