@@ -149,7 +149,7 @@ def read_first_parts(call: Call, state: HMTState, parts: list[Part], kv_cache: C
         same = list(group)
         token = reader.memory.summary_token[None]
         part = join_parts(same)
-        options = {"kv_cache": kv_cache, "remembered": state.memory}
+        options: dict[str, Any] = {"kv_cache": kv_cache, "remembered": state.memory}
         hidden, extended = call.run(part, start, reader.j, closing=token, **options)
         caches: list[Cache | None] = [None] * len(same)
         if extended is not None and call.in_two_passes:
