@@ -47,6 +47,8 @@ def windowed_attention(
     check_call(windows, key, value, kwargs)
     tokens, key_heads = query.shape[2], value.shape[1]
     layer, keys = (key.layer, key.keys) if isinstance(key, NewKeys) else (None, key)
+    if layer is not None:
+        key.stored = True
     if layer is None and attention_mask is None and tokens > 1:
         keys, value = keys[:, :, :tokens], value[:, :, :tokens]  # a static cache also returns free slots
     mask = CallMask(attention_mask, keys.shape[2] - tokens if layer is None else key.first, tokens, query.device)
@@ -85,6 +87,8 @@ def check_call(windows: LayerWindows, key: Any, value: Tensor, kwargs: dict[str,
             "`cache` must have the windows that were applied to the model, got a cache of other windows. Create one "
             "with the cache() of the windows that were applied last."
         )
+    if isinstance(key, NewKeys) and key.stored:
+        raise NotImplementedError("head windows do not support attention that reads the keys of a cache twice.")
     if value.shape[1] != len(windows.windows):
         raise NotImplementedError(
             f"head windows require all {len(windows.windows)} key heads on each device, got {value.shape[1]}. Load the "

@@ -20,10 +20,12 @@ class NewKeys:
     layer: the layer that stores them.
     keys: (B, Hkv, T, D).
     first: slot of the first new key. In a static cache with cached tokens, a tensor.
+    stored: whether an attention function has stored them.
     """
 
     def __init__(self, layer: Any, keys: Tensor, first: Any):
         self.layer, self.keys, self.first = layer, keys, first
+        self.stored = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

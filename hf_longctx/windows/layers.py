@@ -7,6 +7,13 @@ from transformers import PreTrainedModel
 
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+# Models that use AttentionInterface in another way than those that are supported
+UNUSUAL = {
+    "diffllama": "its attention reads the cached keys twice",
+    "doge": "its attention computes a mask of its own",
+    "dory": "its layers are read several times",
+    "jetmoe": "its attention repeats the cached keys",
+}
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
@@ -42,6 +49,8 @@ def unsupported(model: nn.Module, layers: list[Any]) -> str | None:
     types = set(getattr(config, "layer_types", None) or SUPPORTED_LAYERS)
     if types - SUPPORTED_LAYERS:
         return f"it has layers of type {', '.join(sorted(types - SUPPORTED_LAYERS))}"
+    if config.model_type in UNUSUAL:
+        return UNUSUAL[config.model_type]
     if getattr(config, "kv_lora_rank", None):
         return "multi-head latent attention does not have separate key heads"
     if getattr(config, "is_encoder_decoder", False) or not all(getattr(layer, "is_causal", True) for layer in layers):
@@ -50,6 +59,8 @@ def unsupported(model: nn.Module, layers: list[Any]) -> str | None:
         return "some layers share the keys of other layers"
     if [layer.layer_idx for layer in layers] != list(range(config.num_hidden_layers)):
         return f"it has {config.num_hidden_layers} layers, and {len(layers)} attention modules"
+    if len(set(map(key_heads, layers))) > 1:
+        return "its layers have different numbers of key heads"
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention logits are capped, which SDPA does not support"
     if not decoder._can_set_attn_implementation():

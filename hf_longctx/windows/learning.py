@@ -42,6 +42,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, **kwargs)
         )
     if weights is None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if (own := kwargs.get("sliding_window")) is not None and own < query.shape[2]:
+        raise NotImplementedError(f"windows cannot be learned in a layer with a sliding window of its own, got {own}.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = distance_attention(query, key, value, weights, sinks=module.distance_sinks, scale=scale)
     return output.transpose(1, 2).contiguous(), None
@@ -49,6 +51,12 @@ def attention(module, query, key, value, attention_mask, scaling=None, **kwargs)
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def own_window(layer: Any, context: int) -> int | None:
+    """Return the sliding window of a layer. None: it has none, or none that is shorter than the context."""
+    window = getattr(layer, "sliding_window", getattr(layer.config, "sliding_window", None))
+    return None if window is None or window >= context else window
 
 
 class WindowLearner(nn.Module, ModuleUtilsMixin):
@@ -87,8 +95,7 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         model.set_attn_implementation(NAME)
         self.model, self.config = model, model.config
         self.length, self.keep, self.context, self.sinks = length, keep, context, sinks
-        # a layer with a sliding window of its own keeps that window
-        self.sliding = [getattr(layer, "sliding_window", None) for layer in self.layers]
+        self.sliding = [own_window(layer, context) for layer in self.layers]  # these layers keep their windows
         learned = [index for index, window in enumerate(self.sliding) if window is None]
         if not learned:
             raise NotImplementedError("`model` must have layers with full attention; all of its layers have windows.")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_windows import CACHE, SIZES, WINDOWS, difference, make, tokens, windowed
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
@@ -151,6 +152,12 @@ def test_windows_of_another_model(windows):
 
 
 TINY = {name: x for name, x in SIZES.items() if name != "initializer_range"}
+
+
+def unusual(kind, **options):
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**TINY, **options))
+
+
 UNSUPPORTED = {
     "MLA": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**TINY, n_routed_experts=4, n_group=1, topk_group=1)),
     "linear attention": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**{**TINY, "num_hidden_layers": 4})),
@@ -162,6 +169,9 @@ UNSUPPORTED = {
     "capped logits": lambda: Gemma2ForCausalLM(Gemma2Config(**TINY)),
     "no key heads": lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2)),
     "own attention": lambda: BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=2)),
+    "keys that are read twice": lambda: unusual("diffllama"),
+    "a mask of its own": lambda: unusual("doge"),
+    "repeated keys": lambda: unusual("jetmoe", kv_channels=8),
     "an encoder": lambda: T5ForConditionalGeneration(T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2)),
 }
 
@@ -199,3 +209,11 @@ def test_not_a_model():
 def test_a_cache_without_windows_applied():
     with pytest.raises(NotImplementedError, match=r"Call windows\.apply\(model\)"):
         make()(tokens(), **{CACHE: HeadWindows(WINDOWS).cache()})
+
+
+def test_keys_that_are_read_twice_raise_an_error_in_other_models_too(monkeypatch):
+    monkeypatch.setattr("hf_longctx.windows.layers.UNUSUAL", {})
+    model, windows = unusual("diffllama"), HeadWindows([[4] * 4] * 3)
+    windows.apply(model)
+    with pytest.raises(NotImplementedError, match="reads the keys of a cache twice"):
+        model(tokens(), **{CACHE: windows.cache()})

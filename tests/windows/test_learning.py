@@ -48,6 +48,19 @@ def test_training_reads_with_the_windows_that_are_applied_later(family):
     assert torch.allclose(found, expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["mistral", "phi3 with a sliding window"])
+def test_layers_whose_config_has_the_sliding_window(family):
+    """The attention layers of these models have no attribute `sliding_window`."""
+    with pytest.raises(NotImplementedError, match="all of its layers have windows"):
+        learner(family)
+    model = make(family, torch.float32)
+    model.config.sliding_window = 256  # is not shorter than the context
+    train = WindowLearner(model, LENGTH, keep=0.5, context=256)
+    train.model.config.sliding_window = 24
+    with pytest.raises(NotImplementedError, match="a sliding window of its own, got 24"):
+        train(**batch())
+
+
 def test_open_windows_cost_nothing_and_the_price_closes_them():
     train = learner(keep=0.3)
     output = train(**batch())
