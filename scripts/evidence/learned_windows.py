@@ -1,14 +1,14 @@
 """Compare learned windows per key head with other caches of the same size, on pretrained models.
 
     python -m scripts.fetch_model smollm2-135m
-    python -m scripts.evidence.windows [--models smollm2-135m] [--caches full windows streaming]
+    python -m scripts.evidence.learned_windows [--models smollm2-135m] [--caches full windows streaming]
 
 The windows in model_cards/windows were learned with `hf-longctx finetune --recipe windows`. Each cache reads the same
 passages, records and documents, none of which the windows were learned from:
 
 - copies: a passage of a novel, and the passage again. All tokens of the second reading are scored.
 - gap copies: a passage of 250 tokens, 1,000 tokens of other text, and the passage again.
-- lines: records of 20 lines, and a question about one line. The score is the log-probability of the answer.
+- lines: records of 60 lines, and a question about one line. The score is the log-probability of the answer.
 - the perplexity of a novel and of Python code.
 
 "streaming" has one window for all heads, as StreamingLLM. snapkv and expected are presses of kvpress, and are measured
@@ -48,7 +48,7 @@ CACHES = {
     "quantized2": "2 bits",
 }
 PRESSES = {"snapkv": "kvpress.SnapKVPress", "expected": "kvpress.ExpectedAttentionPress"}
-GAP, GAP_PASSAGE, LINES, PIECES, SKIPPED = 1000, 250, 20, 3, 256
+GAP, GAP_PASSAGE, LINES, PIECES, SKIPPED = 1000, 250, 60, 3, 256
 TABLE = """
 | model | cache | keep | share of the cache at 8,192 tokens | copies 250 tokens | 1,000 | 2,000 | gap copies |\
  log-probability of lines | perplexity: novel | code |
@@ -138,7 +138,7 @@ def measure_one(name, kind, keep, task, length, args):
 
 
 def tasks(args):
-    return [*(("copy", n) for n in args.lengths), ("gap", GAP + GAP_PASSAGE), ("lines", 1000), ("novel", args.context),
+    return [*(("copy", n) for n in args.lengths), ("gap", GAP + GAP_PASSAGE), ("lines", 2000), ("novel", args.context),
             ("code", args.context)]  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def draw(result, path):
         full = [
             row["shares"]
             for row in result["rows"]
-            if (row["model"], row["cache"], row["length"]) == (model, "full", longest)
+            if (row["model"], row["cache"], row["task"], row["length"]) == (model, "full", "copy", longest)
         ]
         if full and lines:
             lines.append(Line(CACHES["full"], [0, 1], [[np.mean(full[0])]] * 2, control=True))
@@ -224,7 +224,7 @@ def draw(result, path):
             path,
             f"What a smaller cache retains: copies of {longest:,} tokens",
             panels,
-            across="share of the keys in the cache",
+            across=f"share of the keys that the cache keeps of {longest:,} tokens",
             up="copied correctly",
             notes="lines: mean of all passages; areas: range",
             percent=True,
@@ -234,7 +234,13 @@ def draw(result, path):
 def main(arguments=None):
     models = sorted({folder.name.rpartition("-")[0] for folder in WINDOWS.glob("*-0.*")})
     defaults = dict(models=models, caches=[*CACHES], lengths=[250, 1000, 2000], repeats=10, context=2048)
-    run(make_parser(__spec__.name, __doc__, "windows", **defaults, device="cpu"), measure, table, draw, arguments)
+    run(
+        make_parser(__spec__.name, __doc__, "learned_windows", **defaults, device="cpu"),
+        measure,
+        table,
+        draw,
+        arguments,
+    )
 
 
 if __name__ == "__main__":
