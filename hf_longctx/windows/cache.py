@@ -268,6 +268,8 @@ class WindowLayer(DynamicLayer):
 class WindowCache(Cache):
     """A cache of `WindowLayer`s, of which `crop` changes all or none."""
 
+    layers: list[WindowLayer]
+
     def __init__(self, windows: Iterable[LayerWindows]):
         checker: list[WindowLayer] = []
         super().__init__(layers=[WindowLayer(layer, checker) for layer in windows])
