@@ -41,6 +41,9 @@ def check_text_files(folder: Path, values: dict[str, dict], embeddings: int | No
         for field in IDS:
             for token in flatten(values.get(name, {}).get(field)):
                 check_id(f"{field} in {folder / name}", token, embeddings)
+    biases = values.get(GENERATION_CONFIG, {}).get("sequence_bias") or []  # pairs of a sequence of ids and its bias
+    for token in flatten([sequence for sequence, _ in biases]):
+        check_id(f"sequence_bias in {folder / GENERATION_CONFIG}", token, embeddings)
     settings = values.get("tokenizer_config.json", {})
     needs_code = bool(settings.get("auto_map"))
     templates: list[Any] = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("chat_template*.jinja"))]
@@ -74,15 +77,16 @@ def check_text_files(folder: Path, values: dict[str, dict], embeddings: int | No
 
 
 def check_rendering(folder: Path, tokenizer: Any) -> None:
-    """Raise ValueError if a chat template cannot render a user's turn, as text or as a list of parts.
+    """Raise ValueError if a chat template omits a user's turn or cannot render it, as text or as a list of parts.
 
     Other errors are allowed: a template may require other turns.
     """
+    reason: Any = "its text is missing"
     for content in ("Hi", [{"type": "text", "text": "Hi"}]):
         try:
-            tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
-            return
-        except UndefinedError as error:
+            if "Hi" in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False):
+                return
+        except (UndefinedError, TypeError) as error:
             reason = error
         except Exception:  # also from raise_exception() of a template, and from a template that does not parse
             return

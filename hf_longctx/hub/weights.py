@@ -27,8 +27,9 @@ def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class
         The number of input embeddings. None: the model was not loaded, or has none.
 
     Raises:
-        ValueError: a value is not finite; a tensor is missing, has a wrong shape, is unknown to the model or has an
-            integer dtype; the index of the files is wrong; or transformers cannot load the model.
+        ValueError: the model type is unknown; a value is not finite; a tensor is missing, has a wrong shape, is
+            unknown to the model or has an integer dtype; the index of the files is wrong; or transformers cannot load
+            the model.
     """
     dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
     tensors: dict[str, torch.Tensor] = {}
@@ -42,6 +43,11 @@ def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class
     architecture = next(iter(config.get("architectures") or ()), "")
     named: Any = getattr(transformers, architecture, None)
     loader: Any = getattr(transformers, auto_class, named)
+    if config.get("model_type") not in transformers.CONFIG_MAPPING and not config.get("auto_map"):
+        raise ValueError(
+            f"model_type in {folder}/config.json must be a model type of transformers {transformers.__version__}, got "
+            f"{config.get('model_type')!r}. Correct it, or add the model's code and an auto_map."
+        )
     needs_more = "quantization_config" in config or not config.get("backbone_in_checkpoint", True)
     if config.get("model_type") not in transformers.CONFIG_MAPPING or needs_more:
         return None

@@ -342,6 +342,10 @@ MISTAKES = [
         refused(f"the class {name}", with_config(architectures=[name]), "must name a class of the model type 'fox'")
         for name in ("LlamaForCausalLM", "FoxForCausallm")
     ),
+    *(
+        refused(f"the model type {name}", with_config(model_type=name), "must be a model type of transformers")
+        for name in (None, "", "foxy")
+    ),
     refused("a wrong index", built(with_a_wrong_index), "places model.norm.weight in b.safetensors"),
     *(refused(f"half of {name}", cut(name), f"{name} is not JSON") for name in ("tokenizer.json", "config.json")),
     *(
@@ -356,6 +360,12 @@ MISTAKES = [
     refused("an unknown EOS", with_file("tokenizer_config.json", eos_token="<eos>"), "the token '<eos>' .* got 61"),
     refused(
         "a template that does not parse", adding("chat_template.jinja", b"{% for %}"), "not a valid jinja template"
+    ),
+    *(
+        refused(
+            f"the template {template}", adding("chat_template.jinja", template.encode()), "cannot render a user's turn"
+        )
+        for template in ("", "{{ messages[0].contents }}", "{{ messages[0].content + 1 }}")
     ),
     refused(
         "a number as a template", with_file("tokenizer_config.json", chat_template=3), "cannot load the tok|jinja"
@@ -372,6 +382,7 @@ MISTAKES = [
             ("decoder_start_token_id", 100),
             ("suppress_tokens", [1, 1000]),
             ("bad_words_ids", [[1], [2, 99]]),
+            ("sequence_bias", [[[1, 99], 2.0]]),
         ]
     ),
     refused(
