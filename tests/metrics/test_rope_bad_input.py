@@ -82,6 +82,7 @@ CONFIGS = [
             ("rope_theta", [1e4, 1e6], "rope_theta must be one number, or a list with the same number for all layers"),
             ("hybrid_layer_pattern", [0, 2], "hybrid_layer_pattern must contain 1 for each layer with a window and 0"),
             ("sliding_window_pattern", "LX", "sliding_window_pattern must contain 1 for each layer with a window"),
+            ("use_sliding_window", "false", "use_sliding_window must be true or false, got 'false'"),
             ("sliding_window_layers", 1, "sliding_window_layers must be a list of layer indices, got 1"),
             ("use_rope_layers", [1], "use_rope_layers must contain 0 or 1 for each of 2 layers, got .1."),
             ("compress_ratios", [0], "compress_ratios must be a list with the ratio of each of 2 layers, got .0."),

@@ -121,6 +121,7 @@ def spelled(*windowed, reach=127, **fields):
         spelled(1, 2, 3, 5, 6, 7, global_attn_every_n_layers=4),
         spelled(4, 5, 6, 7, use_sliding_window=True, max_window_layers=4),
         spelled(use_sliding_window=False, max_window_layers=4),
+        spelled(use_sliding_window=0, max_window_layers=4),
         spelled(use_sliding_window=False, layer_types=["sliding_attention"] * 8),
         spelled(1, 3, sliding_window_layers=[1, 3]),
         spelled(1, 3, local_layer_ids=[1, 3], sliding_window=None, sliding_window_size=128),

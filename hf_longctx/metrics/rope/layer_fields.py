@@ -139,7 +139,11 @@ def read_layers(file: dict[str, Any], count: int, notes: list[str]) -> dict[str,
         `layer_types`, `layer_windows` (None for full attention) and `rotating_layers`, each with `count` entries.
     """
     field, kinds = read_layer_types(file, count)
-    switched_off = any(file.get(flag) is False for flag in USES_WINDOW)
+    switches = {flag: file[flag] for flag in USES_WINDOW if file.get(flag) is not None}
+    for flag, value in switches.items():
+        if value not in (0, 1):
+            raise ValueError(f"{flag} must be true or false, got {value!r}.")
+    switched_off = not all(switches.values())
     name = None if switched_off else next((name for name in WINDOWS if file.get(name) not in NO_WINDOW), None)
     size: Any = None if name is None else file[name]
     if size is not None and not isinstance(size, list):
