@@ -28,7 +28,10 @@ SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 # Columns of conversations and of their options, named as in TRL, and columns that select what is scored
 CONVERSATIONS = (("messages",), ("prompt", "completion"))
-CHAT_OPTIONS = ("tools", "chat_template_kwargs", "weight", "loss_mask", "completion_mask", "assistant_masks")
+CHAT_OPTIONS = (
+    *("tools", "chat_template_kwargs", "weight", "train", "trainable", "masked", "loss_mask", "completion_mask"),
+    *("assistant_masks", "loss_weight", "sample_weight", "loss_scale"),
+)
 SUFFIXES = (*PLAIN, *TABLES)  # by priority: in a folder, we read only the files with the first suffix found
 HUB_TIMEOUT_S = 3.0
 # The first bytes of compressed files, as regular expressions

@@ -21,9 +21,11 @@ ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipytho
 # Fields of a turn that select whether it is scored: `weight` (OpenAI, mistral-finetune), `train` and `training`
 # (axolotl), `trainable` and `loss_mask` (verl), `loss` (ms-swift), `step_loss_mask` (slime), `masked` (torchtune)
 SELECTING = ("weight", "train", "training", "trainable", "loss_mask", "step_loss_mask", "loss", "masked")
+# Columns that select whole conversations; the other names are also names of statistics and of parts of a dataset
+SELECTING_ROW = ("weight", "train", "trainable", "masked")
 # Fields that score parts of a turn or conversation, or weigh them
 UNSUPPORTED_IN_TURN = ("train_detail", "training_detail", "loss_scale", "loss_weight", "mask")
-UNSUPPORTED_IN_ROW = ("loss_mask", "completion_mask", "assistant_masks")
+UNSUPPORTED_IN_ROW = ("loss_mask", "completion_mask", "assistant_masks", "loss_weight", "sample_weight", "loss_scale")
 
 
 def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
@@ -32,8 +34,8 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
     Args:
         row: one of: {"messages": turns}; {"prompt": turns, "completion": turns}; {"prompt": string, "completion":
             string}. `turns` is a list of {"role", "content"}. A turn or row with {"weight": 0}, or with another field
-            in `SELECTING`, is not scored. If the row has turns, its "tools" and "chat_template_kwargs" are passed to
-            the chat template.
+            in `SELECTING` or `SELECTING_ROW`, is not scored. If the row has turns, its "tools" and
+            "chat_template_kwargs" are passed to the chat template.
         tokenizer: a fast transformers tokenizer; messages require a chat template.
 
     Returns:
@@ -47,7 +49,7 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
     for name in UNSUPPORTED_IN_ROW:
         if row.get(name) is not None:
             raise ValueError(f"the column `{name}` is not supported. Give single turns a `weight` of 0 or 1.")
-    is_excluded = selects(row, ("weight",), "the conversation") is False
+    is_excluded = selects(row, SELECTING_ROW, "the conversation") is False
     if "messages" not in row and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         text = row["prompt"] + row["completion"]
         ids, scored = encode_spans(text, [(len(row["prompt"]), len(text))], tokenizer, add_special_tokens=True)
@@ -81,7 +83,9 @@ def turns_of(row: dict[str, Any]) -> tuple[list[dict], int]:
             )
         first = len(prompt or [])
         turns = [*(prompt or []), *(completion or [])]
-    are_turns = isinstance(turns, list) and all(isinstance(turn, dict) and "role" in turn for turn in turns)
+    are_turns = isinstance(turns, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns
+    )
     if not (turns and are_turns):
         raise ValueError(
             f'turns must be a list of {{"role", "content"}}, got {str(turns)[:80]}. For ShareGPT, rename '
@@ -281,8 +285,9 @@ def find_answer(
 
 def reason_to_drop(row: dict) -> str:
     """Return why a conversation does not have a scored token."""
-    if selects(row, ("weight",), "the conversation") is False:
-        return "with a `weight` of 0"
+    for name in SELECTING_ROW:
+        if selects(row, (name,), "the conversation") is False:
+            return f"with a `{name}` of {row[name]}"
     if "messages" not in row and isinstance(row["prompt"], str):
         return "without a scored token"
     turns, first = turns_of(row)
@@ -308,7 +313,7 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[np.ndarray
     for number, row in enumerate(rows, 1):
         try:
             tokens = encode_conversation(row, tokenizer)
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # TypeError: a field has an unexpected type
             raise ValueError(
                 f"The chat template raises an error for conversation {number}: {error}. Remove or correct this conversation."
             ) from error

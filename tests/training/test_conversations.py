@@ -233,6 +233,7 @@ def test_a_token_that_begins_inside_the_prompt_is_scored(tokenizer):
 
 
 USER_FIRST = "{% if messages[0].role != 'user' %}{{ raise_exception('The user begins') }}{% endif %}"
+TEXT_FIRST = "{{ ('' + messages[0].content)[:0] }}"
 NO_TURNS = r'Conversation 1: turns must be a list of {"role", "content"}, got'
 
 
@@ -244,6 +245,8 @@ NO_TURNS = r'Conversation 1: turns must be a list of {"role", "content"}, got'
         ([{"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]}], NO_TURNS),
         ([{"messages": json.dumps(TURNS)}], NO_TURNS),
         ([{"messages": None}], NO_TURNS),
+        ([{"messages": [{"role": None, "content": "Hi"}, TURNS[2]]}], NO_TURNS),
+        ([{"messages": [TURNS[1] | {"content": 5}, TURNS[2]]}], "raises an error for conversation 1: .*int"),
         ([{"prompt": "Hi", "completion": TURNS[2:3]}], "must both be .* turns, got a string and list"),
         ([{"prompt": TURNS[1:2], "completion": "Hi"}], "must both be .* turns, got list and a string"),
         ([{"prompt": None, "completion": "Hi"}], "must both be .* turns, got NoneType and a string"),
@@ -254,13 +257,15 @@ NO_TURNS = r'Conversation 1: turns must be a list of {"role", "content"}, got'
         "ShareGPT",
         "text",
         "null",
+        "no role",
+        "a number",
         "text and turns",
         "turns and text",
         "no prompt",
     ],
 )
 def test_conversations_that_cannot_be_read_are_refused(rows, says, tokenizer, tmp_path):
-    tokenizer.chat_template = USER_FIRST + CHATML
+    tokenizer.chat_template = USER_FIRST + TEXT_FIRST + CHATML
     source = tmp_path / "chats.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match=says):
@@ -340,10 +345,14 @@ def test_columns_that_select_tokens_are_obeyed_or_refused(tokenizer, tmp_path, c
 
     assert (read(), read(weight=1), read(weight=0)) == (2, 2, 1)
     assert "Dropped 1 of 2 conversations: 1 with a `weight` of 0." in capsys.readouterr().err
+    assert (read(train=False), read(masked=True), read(trainable=True), read(weight=1, train=False)) == (1, 1, 2, 1)
+    assert "Dropped 1 of 2 conversations: 1 with a `train` of False." in capsys.readouterr().err
     with pytest.raises(ValueError, match="Conversation 1: `weight` of the conversation must be 0, 1"):
         read(weight=0.7)
     with pytest.raises(ValueError, match="the column `loss_mask` is not supported"):
         read(loss_mask=[0, 0, 1, 0, 1])
+    with pytest.raises(ValueError, match="the column `sample_weight` is not supported"):
+        read(sample_weight=0.0)
     source = tmp_path / "texts.jsonl"
     source.write_text("".join(json.dumps({"prompt": "a", "completion": "b", "weight": n}) + "\n" for n in (0, 1)))
     assert len(list(encode(str(source), tokenizer))) == 1
