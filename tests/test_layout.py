@@ -22,7 +22,7 @@ ALLOWED = {
     "corpus": {"tokenization"},
     "tokenization": set(),
     "_registration": set(),
-    "cli": {"cli", "corpus", "fox", "hmt", "hub", "lm_eval", "metrics", "training"},
+    "cli": {"cli", "corpus", "fox", "hmt", "hub", "lm_eval", "metrics", "tokenization", "training"},
     "__main__": {"cli"},
 }
 BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "triton", *sys.stdlib_module_names}

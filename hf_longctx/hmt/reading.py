@@ -1,24 +1,65 @@
-"""Read a document once with an HMT, and save the model's memory of the document to a file."""
+"""Read a document once with an HMT, save the model's memory of the document to a file, and ask questions about it.
+
+`wrap` makes an HMT from any causal language model. Its retrievers work without training. The memory of the wrapped
+model is recalled after the first j tokens of a segment. A question is therefore the beginning of a segment, and `ask`
+sets j to the length of the question.
+"""
 
 import hashlib
 import json
 import os
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import constants, hf_hub_download
 from safetensors import safe_open
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from .configuration_hmt import HMTConfig
 from .modeling_hmt import HMTWrapper
-from .state_hmt import HMTState
+from .state_hmt import HMTState, weights_hash
 
 
 STATE = "state.safetensors"  # name of the state file in a Hub repository
 SEGMENTS = 16  # segments per call
 SAVE_EVERY = 60.0  # seconds
+LINE_EVERY = 60.0  # seconds between lines of progress
+# Settings of a model that was not trained as an HMT, for each retriever. They depend on the segment length.
+RETRIEVERS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "recall_tokens": lambda length: {"recall_tokens": length // 2},
+    "neural_cache": lambda length: {"neural_cache_weight": 0.1},
+    "bank": lambda length: {},
+}
+
+
+def wrap(model: nn.Module, retriever: str = "recall_tokens") -> HMTWrapper:
+    """Wrap a causal language model that was not trained as an HMT, with 512 tokens per segment if they fit.
+
+    Args:
+        model: a causal language model of transformers.
+        retriever: what a segment receives from earlier segments. One of: "recall_tokens", half a segment of tokens
+            that match its beginning; "neural_cache", predictions after similar tokens, with a weight of 0.1; "bank",
+            only the mean of memory embeddings.
+
+    Raises:
+        ValueError: the retriever is unknown, or the model is already an HMT.
+    """
+    if isinstance(model, HMTWrapper):
+        raise ValueError("`retriever` must be None for a model that is already an HMT. Use model.configure instead.")
+    if retriever not in RETRIEVERS:
+        raise ValueError(f"`retriever` must be one of {[*RETRIEVERS]}, got {retriever!r}.")
+    config: Any = model.config
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1024
+    length = 2 ** min(9, (positions // 2).bit_length() - 1)
+    fields = {"segment_length": length, "sensory_tokens": length // 16, "memory_size": None}
+    return HMTWrapper.from_backbone(model, HMTConfig(**fields, **RETRIEVERS[retriever](length))).eval()
 
 
 def read_text(
@@ -29,6 +70,7 @@ def read_text(
     *,
     name: str = "text",
     progress: bool = False,
+    filler: int | None = None,
 ) -> HMTState:
     """Read a document from its beginning, and return the state after its last token.
 
@@ -39,7 +81,8 @@ def read_text(
         path: file for the state. It is saved every minute, at the end and after an error. If the file already contains
             this model's state of the document, reading resumes from this state.
         name: name of the document in errors and in the progress bar.
-        progress: whether to show a progress bar on stderr.
+        progress: whether to show a progress bar on stderr, or one line per minute if stderr is not a terminal.
+        filler: token that fills the last segment, so that a question begins a new one. Default: not filled.
 
     Raises:
         ValueError: one of: the model is not an HMT; the document is empty; the file contains the memory of a different
@@ -50,6 +93,8 @@ def read_text(
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     if not ids.numel():
         raise ValueError(f"{name} is empty: the tokenizer returned no tokens.")
+    if filler is not None:
+        ids = torch.cat([ids, ids.new_full((1, -ids.shape[1] % model.config.segment_length), filler)], 1)
     about = {
         "text": name,
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
@@ -70,13 +115,13 @@ def read_text(
     state, done, length = begun, 0 if begun is None else begun.position, model.config.segment_length
     begin = done + -done % length  # calls end at segment boundaries
     pieces = [ids[:, done:begin], *ids[:, begin:].split(SEGMENTS * length, 1)]
-    with tqdm(desc=name, total=ids.shape[1], initial=done, unit=" tokens", disable=not progress) as bar:
+    with show_progress(name, ids.shape[1], done, progress) as update:
         try:
             for piece in (x.to(model.device) for x in pieces if x.shape[1]):
                 with torch.no_grad():
                     state = model(piece, state=state, use_cache=True, logits_to_keep=1).state
                 assert state is not None
-                bar.update(state.position - bar.n)
+                update(state.position)
                 if path is not None and time.monotonic() > saved + SAVE_EVERY:
                     save(state, model, Path(path), about)
                     saved = time.monotonic()
@@ -85,6 +130,58 @@ def read_text(
                 save(state, model, Path(path), about)
     assert state is not None
     return state
+
+
+@contextmanager
+def show_progress(name: str, total: int, done: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yield a function that reports the number of tokens read: as a bar in a terminal, otherwise as lines."""
+    if sys.stderr.isatty() or not shown:
+        with tqdm(desc=name, total=total, initial=done, unit=" tokens", disable=not shown) as bar:
+            yield lambda read: bar.update(read - bar.n)
+        return
+    start = written = time.monotonic()
+
+    def update(read: int) -> None:
+        nonlocal written
+        now = time.monotonic()
+        if read == total or now >= written + LINE_EVERY:
+            written, left = now, (now - start) * (total - read) / max(1, read - done)
+            print(f"{name}: {read:,} of {total:,} tokens in {now - start:.0f} s, {left:.0f} s left", file=sys.stderr)
+
+    yield update
+
+
+def cache_path(model: HMTWrapper, tokenizer_hash: str | None, text: str) -> Path:
+    """Return the path of the cached state of a document, and create its folder.
+
+    The path depends on the document, the tokenizer, the weights and the settings.
+    """
+    known = [text, tokenizer_hash, weights_hash(model), model.config.to_json_string(use_diff=False), str(model.dtype)]
+    folder = Path(constants.HF_HOME) / "hf_longctx" / "read"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()}.safetensors"
+
+
+def ask(model: HMTWrapper, state: HMTState, question: Tensor, searched: int, **options: Any) -> Tensor:
+    """Generate an answer from a model that `wrap` returned, and return the ids of question and answer, (1, n).
+
+    Args:
+        model: the model. It recalls after `searched` tokens of the question.
+        state: the state after a document whose last segment is full; see `filler` of `read_text`.
+        question: ids of the question, (1, T).
+        searched: number of leading tokens of the question that select what is recalled, at least 1. The last of these
+            tokens count most. Of a question longer than a segment, the recall uses the first segment.
+        options: arguments of `generate`.
+    """
+    length = model.config.segment_length
+    if state.position % length:
+        raise ValueError(
+            f"`state` must end with a full segment, got {state.position} tokens. Read the document with filler=... of "
+            "read_text."
+        )
+    model.configure(sum_fraction=min(searched, length - 1) / length)
+    signature = {**state.signature, "sum_fraction": model.config.sum_fraction}
+    return model.generate(question, state=replace(state, signature=signature), **options)
 
 
 def save(state: HMTState, model: HMTWrapper, path: Path, about: dict[str, Any] | None = None) -> None:

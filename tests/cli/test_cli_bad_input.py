@@ -21,7 +21,7 @@ from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss
 
 PARSER = [
     ("", "required: COMMAND"),
-    ("read", "required: MODEL, TEXT"),
+    ("read", "required: MODEL, DOCUMENT"),
     ("lines {fox} --lines few", "'few'; give numbers"),
     ("curve {fox} --max_lenght 3", "unrecognized arguments: --max_lenght 3. Did you mean --max-length.$"),
     ("train --max-lenght 3 --data x", "unrecognized arguments: --max-lenght. Did you mean --max-length.$"),
@@ -45,7 +45,6 @@ OPTIONS = [
 # -- models that are not there, or are damaged
 
 MODELS = [
-    ("read {fox} {text}", "must be an HMTWrapper, got FoxForCausalLM"),
     ("read {fox}/config.json {text}", "is a file; give the folder"),
     ("read no-such/model {text}", "couldn't connect"),
     ("read {fox} {text} --device banana", "device banana is not available"),

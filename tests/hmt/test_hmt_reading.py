@@ -49,6 +49,33 @@ def test_a_reading_that_was_interrupted_goes_on(make_wrapper, monkeypatch, tmp_p
             torch.testing.assert_close(model(question, state=found).logits, expected, atol=ROUNDING, rtol=0)
 
 
+def test_progress_outside_a_terminal_is_lines(make_wrapper, capsys, monkeypatch):
+    """One line a minute and one at the end, so that a log shows that a long document is being read."""
+    model = make_wrapper()
+    for every, count in ((0.0, 2), (60.0, 1)):
+        monkeypatch.setattr(reading, "LINE_EVERY", every)
+        monkeypatch.setattr(reading, "SEGMENTS", 1)
+        read_text(model, tokenizer, TEXT[: 2 * model.config.segment_length], name="novel", progress=True)
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == count and lines[-1].startswith("novel: 16 of 16 tokens in 0 s, 0 s left")
+
+
+def test_a_question_begins_a_segment(make_wrapper):
+    with pytest.raises(ValueError, match="must be None for a model that is already an HMT"):
+        reading.wrap(make_wrapper())
+    with pytest.raises(ValueError, match=r"one of \['recall_tokens', 'neural_cache', 'bank'\], got 'pages'"):
+        reading.wrap(tiny_llama(), "pages")
+    model, question = reading.wrap(tiny_llama()), torch.tensor([[5, 6, 7]])
+    state = read_text(model, tokenizer, TEXT)
+    with pytest.raises(ValueError, match="must end with a full segment, got"):
+        reading.ask(model, state, question, 3)
+    state = read_text(model, tokenizer, TEXT, filler=3)
+    assert state.position == -(-len(TEXT) // model.config.segment_length) * model.config.segment_length
+    for searched in (1, 3):
+        assert reading.ask(model, state, question, searched, max_new_tokens=2, eos_token_id=None).shape == (1, 5)
+        assert model.config.summary_length == searched
+
+
 def test_what_would_be_a_wrong_memory_is_refused(make_wrapper, tmp_path):
     model, file = make_wrapper(), tmp_path / "state.safetensors"
     state = read_text(model, tokenizer, TEXT, file, name="novel")
