@@ -31,6 +31,7 @@ FORMATS = {
     ),
     "gpt-oss without special tokens": ("analysisWe think of Rome.", "assistantfinal"),
     "Gemma 4": ("<|channel>thought\nRome?", "<channel|>"),
+    "MedGemma": ("<unused94>thought\nRome?", "<unused95>"),
     "Command A": ("<|START_THINKING|>Rome?", "<|END_THINKING|><|START_RESPONSE|>"),
     "Solar Open": ("<|think|>Rome?", "<|end|><|begin|>assistant<|content|>"),
     "Solar Open 2": ("<|think:start|>Rome?", "<|think:end|>"),

@@ -22,6 +22,7 @@ FORMATS = (
         r"<\|channel\|>\s*final\b[^<]*(?:<\|constrain\|>[^<]*)?(?:<\|message\|>|\Z)|assistantfinal",
     ),
     (r"<\|channel>", r"<channel\|>"),  # Gemma 4
+    (r"<unused94>", r"<unused95>"),  # MedGemma
     (r"<\|START_THINKING\|>", r"<\|END_THINKING\|>"),  # Cohere Command A
     (r"<\|think(?::start)?\|>", r"<\|think:end\|>|<\|content\|>"),  # Solar Open
     (r"<\|inner_prefix\|>", r"<\|inner_suffix\|>"),  # Apertus
