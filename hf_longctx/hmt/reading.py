@@ -58,8 +58,8 @@ def wrap(model: nn.Module, retriever: str = "recall_tokens") -> HMTWrapper:
     config: Any = model.config
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1024
     length = 2 ** min(9, (positions // 2).bit_length() - 1)
-    fields = {"segment_length": length, "sensory_tokens": length // 16, "memory_size": None}
-    return HMTWrapper.from_backbone(model, HMTConfig(**fields, **RETRIEVERS[retriever](length))).eval()
+    fields: dict[str, Any] = {"segment_length": length, "sensory_tokens": length // 16, "memory_size": None}
+    return HMTWrapper.from_backbone(model, HMTConfig(**fields | RETRIEVERS[retriever](length))).eval()
 
 
 def read_text(
@@ -162,8 +162,8 @@ def cache_path(model: HMTWrapper, tokenizer_hash: str | None, text: str) -> Path
     return folder / f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()}.safetensors"
 
 
-def ask(model: HMTWrapper, state: HMTState, question: Tensor, searched: int, **options: Any) -> Tensor:
-    """Generate an answer from a model that `wrap` returned, and return the ids of question and answer, (1, n).
+def ask(model: HMTWrapper, state: HMTState, question: Tensor, searched: int, **options: Any) -> Any:
+    """Generate an answer from a model that `wrap` returned, and return the output of `generate`.
 
     Args:
         model: the model. It recalls after `searched` tokens of the question.
