@@ -88,7 +88,9 @@ class HMTMemory(nn.Module):
         is the number of memories of a row, and u(x) normalizes x minus the mean of these memories to length one.
 
         Args:
-            query, bank, valid: as in `recall`, in at least fp32.
+            query: as in `recall`, in at least fp32.
+            bank: as in `recall`, in at least fp32.
+            valid: as in `recall`.
         """
         wq, wk = self.wq.to(bank), self.wk.to(bank)
         factor: Any = wq.shape[0] ** -0.5

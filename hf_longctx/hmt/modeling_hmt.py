@@ -233,7 +233,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 positions. The loss always includes all labels. If `logits_to_keep` is 1, the GPU or CPU memory for
                 logits does not grow with T. In training, this requires gradient checkpointing.
             score_from: position within a segment. The loss excludes predictions made before this position.
-            loss_scope, bptt_segments, cuda_graphs: replace these fields of `HMTConfig` in this call.
+            loss_scope: replaces this field of `HMTConfig` in this call.
+            bptt_segments: replaces this field of `HMTConfig` in this call.
+            cuda_graphs: replaces this field of `HMTConfig` in this call.
             output_recall: whether to return recall scores, distances and memories.
             num_items_in_batch: number of scored labels in the whole batch, over devices and accumulation steps.
                 `Trainer` passes it.

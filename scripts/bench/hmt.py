@@ -22,10 +22,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.hmt.caches_hmt import fork
+from hf_longctx.hmt.compat_hmt import cache_name
 from scripts.bench import common
 
 
@@ -189,14 +190,17 @@ def step(args):
     model = build(args.size, "single_pass", args, segment_length=512)
     ids = torch.randint(model.config.vocab_size, (1, 512 + STEPS + 1), device=args.device)
     states = {
-        "Llama": model.backbone(ids[:, :1], use_cache=True).past_key_values,
+        "Llama": DynamicCache(config=model.backbone.config),
         "HMT": model(ids[:, :513], use_cache=True).state,
     }
+
+    name = cache_name(type(model.backbone))
+    model.backbone(ids[:, :1], **{name: states["Llama"]}, use_cache=True)
 
     def backbone():
         cache = fork(states["Llama"])
         for token in ids[0, :STEPS]:
-            model.backbone(token[None, None], past_key_values=cache, use_cache=True)
+            model.backbone(token[None, None], **{name: cache}, use_cache=True)
 
     def hmt():
         state = states["HMT"]

@@ -165,7 +165,8 @@ def keys(args):
 def measure(args):
     cells = list(keys(args))
     for key, found in zip(cells, measure_parts(measure_one, cells, args)):
-        yield dict(zip(("model", "cache", "keep", "task", "length"), key)) | found
+        (values,) = (found[name] for name in ("shares", "log_probs", "losses") if name in found)
+        yield dict(zip(("model", "cache", "keep", "task", "length"), key)) | found | {"mean": float(np.mean(values))}
 
 
 def describe(rows):

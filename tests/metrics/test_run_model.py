@@ -73,7 +73,7 @@ def test_a_model_is_its_weights_and_its_configuration(tmp_path):
     assert weights_hash(transformers.LlamaForCausalLM.from_pretrained(tmp_path)) == hashed == weights_hash(model)
     wrapper = HMTWrapper.from_backbone(tiny_llama(), HMTConfig(segment_length=16, sensory_tokens=4))
     hashed = weights_hash(wrapper)
-    wrapper.config.segment_length = 32
+    wrapper.configure(segment_length=32)
     assert weights_hash(wrapper) != hashed
 
 

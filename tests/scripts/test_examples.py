@@ -13,7 +13,7 @@ EXPECTED = {
     "fox_pruned_generation": "2049 tokens were read",
     "hmt_over_a_book": "tokens in 25 segments were read",
     "lora_finetuning": "FoxForCausalLM loaded from",
-    "memory_of_a_model": " 32768 tokens need a RoPE base of 629,978",
+    "memory_of_a_model": " 32768 tokens need a RoPE base of 630,000",
     "serving": "",
 }
 

@@ -67,7 +67,7 @@ def test_the_proof_at_toy_size(tmp_path, monkeypatch, capsys):
     rows = {row["method"]: row for row in json.loads((tmp_path / "x.json").read_text())["rows"]}
     assert rows.keys() == prove_hmt.METHODS.keys()
     assert all(set(row["accuracy"]) == {"2", "16"} for row in rows.values())
-    assert set(rows["HMT, single pass"]["controls"]) == {*prove_hmt.CONTROLS, *prove_hmt.SMALL_MEMORY}
+    assert set(rows["HMT, single pass"]["controls"]) == {*prove_hmt.CONTROLS, f"{prove_hmt.SMALL_MEMORY} memories"}
     assert all(row["first_steps"] == 2 for row in rows.values()), (
         "stage 1 ends when one fact is solved, or after its rounds"
     )

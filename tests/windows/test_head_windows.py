@@ -185,6 +185,9 @@ REASONS = {
     "capped logits": "capped",
     "no key heads": "no attention layer",
     "own attention": "no attention layer",
+    "keys that are read twice": "reads the cached keys twice",
+    "a mask of its own": "a mask of its own",
+    "repeated keys": "repeats the cached keys",
     "an encoder": "no attention layer",
 }
 
