@@ -103,6 +103,8 @@ class ServedModel(PromptReader):
         except (RuntimeError, ValueError) as error:
             self._no_log_probs = str(error).rstrip(".")
             self.greedy = GreedyCompletions(self, tokenizer, journal)
+            for note in self.greedy.notes:  # lm-eval's results do not contain them
+                warnings.warn(f"{self.base_url}: {note}", RuntimeWarning, stacklevel=2)
 
     def __repr__(self):
         return f"ServedModel({self.base_url!r}, {self.model!r})"
