@@ -73,7 +73,9 @@ def main(argv: list[str] | None = None) -> int:
             top = parser(words)
             options = option_names(top, words[0] if words else "")
             args, unknown = top.parse_known_args(respell(words, options))
-            if unknown:
+            if args.command == "read" and not any(word.startswith("-") for word in unknown):
+                args.questions += unknown  # argparse does not accept them after an option
+            elif unknown:
                 top.error(f"unrecognized arguments: {' '.join(unknown)}.{suggestion(unknown, options)}")
             args.run(args)
         print(end="", flush=True)

@@ -78,6 +78,8 @@ def test_any_model_is_asked_about_what_it_read_long_ago(tmp_path, capsys, monkey
     document.write_text(f"{filler[:5000]} The secret number of the gardener is seventeen. {filler[5000:]}")
     questions = ["What is the secret number of the gardener?", "Where is Kellynch Hall?"]
     command = ["read", str(tmp_path / "model"), str(document), *questions, "--max-new-tokens", "2"]
+    if chat:  # the options may come first
+        command = [*command[:3], *command[5:], *questions]
     assert cli.main(command + ["--no-chat"] * (not chat)) == 0
     said = capsys.readouterr()
     assert "document.txt: " in said.err and said.err.count("answered in") == 2 and questions[1] in said.out
@@ -86,7 +88,8 @@ def test_any_model_is_asked_about_what_it_read_long_ago(tmp_path, capsys, monkey
     assert text.endswith(("of the gardener", "of the gardener?")) and text.startswith("user:" if chat else "What")
     assert "gardener" in tokenizer.decode(passage[0])
     read = len(searched)
-    assert cli.main(command[:4] + command[5:] + ["--no-chat"] * (not chat)) == 0
+    one = [word for word in command if word != questions[1]]
+    assert cli.main(one + ["--no-chat"] * (not chat)) == 0
     again = capsys.readouterr()
     assert len(searched) == read + 1 and "document.txt: " not in again.err and again.out in said.out
     document.write_text(document.read_text() + ".")
