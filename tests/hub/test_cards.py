@@ -372,6 +372,7 @@ def test_every_file_is_searched_for_secrets(folder):
     write(folder / "LICENSE.env", TOKEN)
     assert "LICENSE.env" in build_bundle(folder).left_out
     (folder / "model.safetensors").unlink()
+    (folder / "chat_template.jinja").unlink()
     model = LlamaForCausalLM(LLAMA)
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt", "key": TOKEN})
     save_tokenizer(folder)

@@ -165,9 +165,7 @@ def check_a_memory_is_read_from_the_hub():
     api.create_repo("alice/novel")
     api.upload_file(path_or_fileobj="state.safetensors", path_in_repo="state.safetensors", repo_id="alice/novel")
     question = f"{question} the Ada of Ada Ada and Ada answer"
-    assert (
-        push("alice/hmt", "alice/novel@main", question, "--max-new-tokens", "1", command="read").split()[-1] == "red"
-    )
+    assert "answer red\n" in push("alice/hmt", "alice/novel@main", question, "--max-new-tokens", "1", command="read")
 
 
 def check_a_tag_is_what_the_card_pins():
