@@ -51,9 +51,9 @@ PRESSES = {"snapkv": "kvpress.SnapKVPress", "expected": "kvpress.ExpectedAttenti
 GAP, GAP_PASSAGE, LINES, PIECES, SKIPPED = 1000, 250, 60, 3, 256
 TABLE = """
 | model | cache | keep | share of the cache at 8,192 tokens | copies 250 tokens | 1,000 | 2,000 | gap copies |\
- log-probability of lines | perplexity: novel | code |
+ log-probability of lines | perplexity of a novel, 2,048 tokens | 8,192 | of code, 2,048 |
 | {model} | {cache} | {keep} | {share:.0%} | {copy[250]:.1%} | {copy[1000]:.1%} | {copy[2000]:.1%} | {gap:.1%} |\
- {lines:.2f} | {novel:+.1%} | {code:+.1%} |
+ {lines:.2f} | {novel[2048]:+.1%} | {novel[8192]:+.1%} | {code[2048]:+.1%} |
 """
 
 
@@ -108,10 +108,10 @@ def gap_copies(reader, args):
     return shares
 
 
-def loss(reader, tokens, length):
+def loss(reader, tokens, length, pieces):
     """Return the mean loss of each piece after its first `SKIPPED` tokens."""
-    losses, step = [], (len(tokens) - length) // PIECES
-    for begin in range(0, PIECES * step, step):
+    losses, step = [], (len(tokens) - length) // pieces
+    for begin in range(0, pieces * step, step):
         ids = tokens[begin : begin + length]
         with reader.reading(ids[:SKIPPED], None):
             log_probs, _ = reader.score(ids[:-1], ids[SKIPPED:], range(SKIPPED - 1, length - 1), context=1)
@@ -132,14 +132,14 @@ def measure_one(name, kind, keep, task, length, args):
         found = line_retrieval(reader, tokenizer, lines=[LINES], repeats=args.repeats, replies=False)
         return {"log_probs": [answer.log_prob for part in found.parts for answer in part.answers]}
     if task == "novel":
-        return {"losses": loss(reader, novel, length)}
+        return {"losses": loss(reader, novel, length, PIECES)}
     files = [Path(sysconfig.get_paths()["stdlib"], file).read_text() for file in CODE]
-    return {"losses": [x for text in files for x in loss(reader, encode(tokenizer, text), length)[:1]]}
+    return {"losses": [x for text in files for x in loss(reader, encode(tokenizer, text), length, 1)]}
 
 
 def tasks(args):
-    return [*(("copy", n) for n in args.lengths), ("gap", GAP + GAP_PASSAGE), ("lines", 2000), ("novel", args.context),
-            ("code", args.context)]  # fmt: skip
+    texts = [*(("novel", n) for n in args.contexts), ("code", args.contexts[0])]
+    return [*(("copy", n) for n in args.lengths), ("gap", GAP + GAP_PASSAGE), ("lines", 2000), *texts]
 
 
 def keys(args):
@@ -165,6 +165,9 @@ def keys(args):
 def measure(args):
     cells = list(keys(args))
     for key, found in zip(cells, measure_parts(measure_one, cells, args)):
+        model, _, keep, _, length = key
+        if keep != "1":  # the share of the keys that the cache keeps in this measurement
+            found |= {"share": HeadWindows.from_pretrained(WINDOWS / f"{model}-{keep}").share(length)}
         (values,) = (found[name] for name in ("shares", "log_probs", "losses") if name in found)
         yield dict(zip(("model", "cache", "keep", "task", "length"), key)) | found | {"mean": float(np.mean(values))}
 
@@ -175,7 +178,7 @@ def describe(rows):
     for row in rows:
         groups.setdefault((row["model"], row["cache"], row["keep"]), []).append(row)
     for (model, kind, keep), several in groups.items():
-        cells = {"model": model, "cache": CACHES[kind], "copy": {}, "keep": keep}
+        cells = {"model": model, "cache": CACHES[kind], "copy": {}, "novel": {}, "code": {}, "keep": keep}
         if kind == "full":
             cells["share"] = 1.0
         elif keep != "1":
@@ -188,9 +191,10 @@ def describe(rows):
             elif row["task"] == "lines":
                 cells["lines"] = np.mean(row["log_probs"])
             else:
-                full = [x for x in rows if (x["model"], x["cache"], x["task"]) == (model, "full", row["task"])]
+                same = (model, "full", row["task"], row["length"])
+                full = [x for x in rows if (x["model"], x["cache"], x["task"], x["length"]) == same]
                 if full:
-                    cells[row["task"]] = math.exp(np.mean(row["losses"]) - np.mean(full[0]["losses"])) - 1
+                    cells[row["task"]][row["length"]] = math.exp(row["mean"] - full[0]["mean"]) - 1
         yield cells
 
 
@@ -234,7 +238,7 @@ def draw(result, path):
 
 def main(arguments=None):
     models = sorted({folder.name.rpartition("-")[0] for folder in WINDOWS.glob("*-0.*")})
-    defaults = dict(models=models, caches=[*CACHES], lengths=[250, 1000, 2000], repeats=10, context=2048)
+    defaults = dict(models=models, caches=[*CACHES], lengths=[250, 1000, 2000], repeats=10, contexts=[2048, 8192])
     run(
         make_parser(__spec__.name, __doc__, "learned_windows", **defaults, device="cpu"),
         measure,

@@ -5,10 +5,12 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from tiny_windows import CACHE, difference, in_chunks, make, padding_mask, tokens, windowed
 from transformers import DynamicCache
 
 
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 ROUNDING = 1e-11
 LEFT = padding_mask("left", length=40)
 GENERATION = {
@@ -173,6 +175,8 @@ def test_a_cache_filled_in_inference_mode_can_be_used_outside():
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("kind", ["prompt lookup", "assistant without windows", "assistant with windows"])
 def test_assisted_decoding_equals_greedy_decoding(kind, family):
+    if family == "gemma3" and kind == "assistant without windows" and OLD:
+        pytest.skip("transformers before 5.23 cannot crop the sliding layers of the assistant's own cache")
     model, windows = windowed(family)
     ids = tokens(1, 20).repeat(1, 3)
     assistant = make(family)

@@ -6,6 +6,7 @@ This file defines the base class `Reader`, and `LocalReader` for a PyTorch model
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -284,7 +285,8 @@ class LocalReader(Reader):
         """Whether `ask` is supported: the model continues caches exactly, and uses the `generate` of transformers."""
         model: Any = self.model
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        plain = getattr(type(model), "generate", GenerationMixin.generate) is GenerationMixin.generate
+        own = getattr(type(model), "generate", GenerationMixin.generate)
+        plain = inspect.unwrap(own) is inspect.unwrap(GenerationMixin.generate)  # a FoX adapts its arguments
         return self.cache is None and plain and self.engine.reuses_prefixes
 
     def questions_per_batch(self, tokens: int) -> int:
