@@ -220,7 +220,7 @@ class RaggedLayer(AttendingLayer, DynamicLayer):
     def reset(self) -> None:
         super().reset()
         self.is_initialized = False  # the next batch may have another size
-        self.keys = self.values = None  # transformers before 5.24 retains them
+        self.keys = self.values = cast(Any, None)  # transformers before 5.24 retains them
         self._clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
