@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from .groups import Extent, HeadGroup, LayerWindows
 from .masks import CallMask
-from .ragged import OrderedStore, RingStore
+from .ragged import MapsRows, OrderedStore, RingStore
 
 
 class NewKeys:
@@ -67,7 +67,7 @@ class Tokens(NamedTuple):
         return Tokens(self.keys[:, :, :n], self.values[:, :, :n], self.indices[:, :n])
 
 
-class WindowLayer(DynamicLayer):
+class WindowLayer(MapsRows, DynamicLayer):
     """One layer of a cache of `HeadWindows`.
 
     `update` only counts the new tokens. The attention function stores them by `extend`, because its mask tells which
@@ -254,15 +254,6 @@ class WindowLayer(DynamicLayer):
         for store in self.stores():
             store.map_rows(function)
         self.tails = {group: Tokens(*map(function, tail)) for group, tail in self.tails.items()}
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map_rows(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_rows(lambda x: x.repeat_interleave(repeats, 0))
 
 
 class WindowCache(Cache):

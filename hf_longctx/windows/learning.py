@@ -12,6 +12,7 @@ This requires the effect of each dropped key, which `distance_attention` compute
 
 import math
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         """Load windows and their price."""
         for name, value in state_dict.items():
             getattr(self, name).data.copy_(value)
-        return torch.nn.modules.module._IncompatibleKeys([], [])
+        return SimpleNamespace(missing_keys=[], unexpected_keys=[])
 
     def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
         """Return the loss.

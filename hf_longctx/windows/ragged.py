@@ -230,3 +230,20 @@ def write_scattered(
 def is_frozen(x: Tensor) -> bool:
     """Return whether a tensor of torch.inference_mode must be copied before it is written to."""
     return x.is_inference() and not torch.is_inference_mode_enabled()
+
+
+class MapsRows:
+    """The operations on the rows of a layer's stores, in terms of `_map_rows`."""
+
+    def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace each tensor of the layer by a function of it. The first dimension is the rows."""
+        raise NotImplementedError
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_rows(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda x: x.repeat_interleave(repeats, 0))

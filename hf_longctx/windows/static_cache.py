@@ -10,10 +10,10 @@ from transformers.cache_utils import StaticLayer
 from .cache import NewKeys, ReadKeys
 from .groups import Extent, HeadGroup, LayerWindows
 from .masks import CallMask
-from .ragged import FixedStore
+from .ragged import FixedStore, MapsRows
 
 
-class StaticWindowLayer(StaticLayer):
+class StaticWindowLayer(MapsRows, StaticLayer):
     """One layer of a cache of `HeadWindows` with `max_cache_len`.
 
     Heads that keep all keys have `max_cache_len` entries. Other heads have as many as their window and the sinks.
@@ -109,12 +109,3 @@ class StaticWindowLayer(StaticLayer):
         for store in self.stores():
             for name in ("keys", "values", "slots") if isinstance(store, FixedStore) else ("keys", "values"):
                 setattr(store, name, function(getattr(store, name)))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._map_rows(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_rows(lambda x: x.repeat_interleave(repeats, 0))
