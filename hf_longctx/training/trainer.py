@@ -34,10 +34,12 @@ class LongContextTrainer(Trainer):
                     "--gate_lr_ratio needs trainable forget gates. For LoRA on a FoX, train the gates with "
                     "--lora_modules_to_save f_proj. Otherwise, omit --gate_lr_ratio."
                 )
-            for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if p not in gates]
             rate = ratio * self.args.learning_rate
-            optimizer.add_param_group({"params": list(gates), "lr": rate, "weight_decay": 0.0})
+            for group in list(optimizer.param_groups):  # the weights of gates decay, and the biases do not
+                moved = [p for p in group["params"] if p in gates]
+                group["params"] = [p for p in group["params"] if p not in gates]
+                if moved:
+                    optimizer.add_param_group({"params": moved, "lr": rate, "weight_decay": group["weight_decay"]})
         if is_new and every is not None:
             self.lr_scheduler = StepLR(optimizer, step_size=every, gamma=0.7)  # replaces Trainer's scheduler
         return optimizer
