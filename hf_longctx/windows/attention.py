@@ -94,6 +94,11 @@ def check_call(windows: LayerWindows, key: Any, value: Tensor, kwargs: dict[str,
             f"head windows require all {len(windows.windows)} key heads on each device, got {value.shape[1]}. Load the "
             "model without tensor parallelism."
         )
+    check_options(kwargs)
+
+
+def check_options(kwargs: dict[str, Any]) -> None:
+    """Raise an error for options of attention that would have no effect."""
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
             "head windows do not return attention weights. Leave out output_attentions, or call windows.remove(model)."

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from .groups import Extent, HeadGroup, LayerWindows
 from .masks import CallMask
-from .ragged import MapsRows, OrderedStore, RingStore
+from .ragged import MapsRows, OrderedStore, RingStore, check_indices
 
 
 class NewKeys:
@@ -186,12 +186,7 @@ class WindowLayer(MapsRows, DynamicLayer):
         if store.counts is not None and self.checker[0] is self:  # one layer is enough, because this waits for a GPU
             tail = self.tails[group].indices if group in self.tails else indices[:, :0]
             earlier = store.counts + (tail >= 0).sum(1)
-            real = indices >= 0
-            if (real & (indices != earlier[:, None] + real.cumsum(1) - 1)).any():
-                raise ValueError(
-                    "`attention_mask` must mark the same cached tokens as padding as in earlier calls. Pass a mask of "
-                    "all tokens, (B, cached + new tokens), to each call."
-                )
+            check_indices(earlier, indices)
         return indices
 
     @staticmethod

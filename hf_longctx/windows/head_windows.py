@@ -15,7 +15,7 @@ from .attention import NAME
 from .cache import WindowCache
 from .groups import LayerWindows, kept_keys
 from .layers import attention_layers, decoder_of, key_heads
-from .static_cache import StaticWindowLayer
+from .static_cache import StaticWindowCache
 
 
 FILE = "head_windows.json"
@@ -140,7 +140,7 @@ class HeadWindows(PushToHubMixin):
             return WindowCache(self.layers)
         if not is_integer(max_cache_len) or max_cache_len < 1:
             raise ValueError(f"`max_cache_len` must be a number of tokens of at least 1, got {max_cache_len!r}.")
-        return Cache(layers=[StaticWindowLayer(windows, max_cache_len) for windows in self.layers])
+        return StaticWindowCache(self.layers, max_cache_len)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Write `head_windows.json` to a folder, which may contain the model.

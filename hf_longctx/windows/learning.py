@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, ModuleUtilsMixin
+from transformers.modeling_utils import ModuleUtilsMixin
 
+from .attention import attention as plain_attention
+from .attention import check_options
 from .distance_attention import distance_attention
 from .head_windows import HeadWindows
 from .layers import attention_layers, key_heads
@@ -34,19 +36,19 @@ PRICE, PRICES = 0.1, (1e-3, 5.0)  # price at the start, and its range
 NAME = "head_windows_learning"
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Attend with the weights of distances that `WindowLearner` sets, or as SDPA if it sets none."""
+def attention(module, query, key, value, attention_mask, scaling=None, s_aux=None, **kwargs):
+    """Attend with the weights of distances that `WindowLearner` sets, or without windows if it sets none."""
+    check_options(kwargs)
     weights = module.distance_weights
-    if kwargs.get("s_aux") is not None:
-        raise NotImplementedError(
-            "windows cannot be learned for a model whose attention has sink logits, such as gpt-oss."
-        )
     if weights is None:
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        options = {"scaling": scaling, "s_aux": s_aux, **kwargs}
+        return plain_attention(module, query, key, value, attention_mask, **options), None
     if (own := kwargs.get("sliding_window")) is not None and own < query.shape[2]:
         raise NotImplementedError(f"windows cannot be learned in a layer with a sliding window of its own, got {own}.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = distance_attention(query, key, value, weights, sinks=module.distance_sinks, scale=scale)
+    output = distance_attention(
+        query, key, value, weights, sinks=module.distance_sinks, scale=scale, extra_logits=s_aux
+    )
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -65,9 +67,9 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
 
     Args:
         model: a causal language model. Its attention implementation is replaced until `release` is called.
-        length: T, tokens of a training sequence, a power of two. Windows are shorter, or are all keys.
+        max_length: T, tokens of a training sequence, a power of two. Windows are shorter, or are all keys.
         keep: target share of the cache, above 0 and below 1.
-        context: number of tokens at which the cache has this share, at least T.
+        keep_context: number of tokens at which the cache has this share, at least T.
         sinks: number of first tokens that every head keeps.
 
     Raises:
@@ -80,41 +82,48 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
     average: Tensor
     price: Tensor
 
-    def __init__(self, model: Any, length: int, keep: float, context: int, sinks: int = 4):
+    def __init__(self, model: Any, max_length: int, keep: float, keep_context: int, sinks: int = 4):
         super().__init__()
         self.layers = attention_layers(model)
-        if length != 2 ** round(math.log2(length)) or length < 2 ** (SMALLEST + 2):
-            raise ValueError(f"`length` must be a power of two of at least {2 ** (SMALLEST + 2)}, got {length}.")
-        if not 0 < keep < 1:
-            raise ValueError(f"`keep` must be above 0 and below 1, got {keep}.")
-        if context < length:
+        shortest = 2 ** (SMALLEST + 2)
+        if max_length < shortest or max_length.bit_count() != 1:
+            nearest = max(shortest, 1 << max(max_length, 1).bit_length() - 1)
             raise ValueError(
-                f"`context` must be at least the length of the training sequences, {length}, got {context}."
+                f"`max_length` must be a power of two of at least {shortest}, got {max_length}. Give --max_length "
+                f"{nearest}."
             )
-        model.requires_grad_(False)
-        self.before = model.config._attn_implementation
-        model.set_attn_implementation(NAME)
+        if not 0 < keep < 1:
+            raise ValueError(f"`keep` must be above 0 and below 1, got {keep}. Give --keep 0.25 for a quarter.")
+        if keep_context < max_length:
+            raise ValueError(
+                f"`keep_context` must be at least `max_length` ({max_length}), got {keep_context}. Give a larger "
+                "--keep_context or a smaller --max_length."
+            )
         self.model, self.config = model, model.config
-        self.length, self.keep, self.context, self.sinks = length, keep, context, sinks
-        self.sliding = [own_window(layer, context) for layer in self.layers]  # these layers keep their windows
+        self.length, self.keep, self.context, self.sinks = max_length, keep, keep_context, sinks
+        self.sliding = [own_window(layer, keep_context) for layer in self.layers]  # these layers keep their windows
         learned = [index for index, window in enumerate(self.sliding) if window is None]
         if not learned:
             raise NotImplementedError("`model` must have layers with full attention; all of its layers have windows.")
         self.learned = learned
-        self.open = float(round(math.log2(length)))  # log2 of a window that is all keys
+        self.open = math.log2(max_length)  # log2 of a window that is all keys
         heads = key_heads(self.layers[0])
         device = next(model.parameters()).device
         self.log2_windows = nn.Parameter(torch.full((len(learned), heads), self.open, device=device))
         self.register_buffer("average", self.log2_windows.detach().clone())
         self.register_buffer("price", torch.tensor(PRICE, device=device))
-        for layer in self.layers:
-            layer.distance_weights, layer.distance_sinks = None, sinks
         smallest = self.share(torch.full_like(self.average, SMALLEST))
         if keep < smallest:
             raise ValueError(
-                f"`keep` must be at least {smallest:.2f} for this model, got {keep}: the layers that have sliding windows "
-                f"of their own, and windows of {2**SMALLEST} tokens in all other layers, need this share."
+                f"`keep` must be at least {math.ceil(1e4 * smallest) / 1e4} for this model, got {keep}. Layers with sliding "
+                f"windows of their own, and windows of {2**SMALLEST} tokens in all other layers, need this share. Give a "
+                "larger --keep or a larger --keep_context."
             )
+        model.requires_grad_(False)
+        self.before = model.config._attn_implementation
+        model.set_attn_implementation(NAME)
+        for layer in self.layers:
+            layer.distance_weights, layer.distance_sinks = None, sinks
 
     def train(self, mode: bool = True) -> "WindowLearner":
         """Do nothing: the model stays in evaluation mode, without dropout."""

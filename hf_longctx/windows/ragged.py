@@ -179,6 +179,20 @@ class RingStore:
             self.slots, self.counts, self.most = map(function, (self.slots, self.counts, self.most))
 
 
+def check_indices(counts: Tensor, indices: Tensor) -> None:
+    """Raise an error unless new tokens follow the tokens so far.
+
+    counts: number of tokens so far, without padding, (B,).
+    indices: index of each new token in its sequence, (B, T); -1 for padding.
+    """
+    real = indices >= 0
+    if (real & (indices != counts[:, None] + real.cumsum(1) - 1)).any():
+        raise ValueError(
+            "`attention_mask` must mark the same cached tokens as padding as in earlier calls. Pass a mask of all "
+            "tokens, (B, cached + new tokens), to each call."
+        )
+
+
 class FixedStore:
     """Keys and values of a scattered ring whose tensors have constant shapes and addresses.
 
@@ -193,7 +207,8 @@ class FixedStore:
             x.new_zeros(*x.shape[:2], sinks + window + 1, x.shape[3]) for x in (keys.detach(), values.detach())
         )
         self.slots = torch.full((keys.shape[0], sinks + window + 1), -1, device=keys.device)
-        for x in (self.keys, self.values, self.slots):
+        self.counts = torch.zeros(keys.shape[0], dtype=torch.long, device=keys.device)  # of tokens without padding
+        for x in (self.keys, self.values, self.slots, self.counts):
             torch._dynamo.mark_static_address(x)
 
     def stored(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,6 +218,16 @@ class FixedStore:
     def write(self, keys: Tensor, values: Tensor, indices: Tensor, slots: Tensor) -> None:
         """Write tokens, (B, h, T, D), with these indices, (B, T), -1 for padding, and slots, (T,)."""
         write_scattered(self, self.slots, keys, values, indices, slots)
+        self.counts.add_((indices >= 0).sum(1))
+
+    def reset(self) -> None:
+        self.slots.fill_(-1)
+        self.counts.zero_()
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to all tensors. Their first dimension is that of the rows."""
+        for name in ("keys", "values", "slots", "counts"):
+            setattr(self, name, function(getattr(self, name)))
 
 
 def write_scattered(

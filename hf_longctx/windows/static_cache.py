@@ -1,29 +1,35 @@
 """A cache of head windows whose tensors have constant shapes, so that a decoding step compiles to one graph."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 from transformers.cache_utils import StaticLayer
 
 from .cache import NewKeys, ReadKeys
 from .groups import Extent, HeadGroup, LayerWindows
 from .masks import CallMask
-from .ragged import FixedStore, MapsRows
+from .ragged import FixedStore, MapsRows, check_indices
 
 
 class StaticWindowLayer(MapsRows, StaticLayer):
     """One layer of a cache of `HeadWindows` with `max_cache_len`.
 
     Heads that keep all keys have `max_cache_len` entries. Other heads have as many as their window and the sinks.
+
+    Args:
+        windows: windows of the layer.
+        max_cache_len: number of tokens that the cache can store.
+        checker: list that all layers of a cache share. It gets the layer that checks masks.
     """
 
     is_croppable = False
 
-    def __init__(self, windows: LayerWindows, max_cache_len: int):
+    def __init__(self, windows: LayerWindows, max_cache_len: int, checker: list["StaticWindowLayer"]):
         super().__init__(max_cache_len)
-        self.windows = windows
+        self.windows, self.checker = windows, checker
         self.is_empty = True
         self.full: dict[HeadGroup, StaticLayer] = {}
         self.rings: dict[HeadGroup, FixedStore] = {}
@@ -67,6 +73,10 @@ class StaticWindowLayer(MapsRows, StaticLayer):
             return self.append(group, None, keys, values, mask)
         slots = mask.first + torch.arange(keys.shape[2], device=keys.device)
         indices = mask.new_indices(slots) if mask.indexed else slots.expand(len(keys), -1)
+        if not torch.compiler.is_compiling():
+            self.checker[:] = self.checker or [self]
+            if self.checker[0] is self and group in self.rings:  # one layer is enough, because this waits for a GPU
+                check_indices(self.rings[group].counts, indices)
         return self._write(group, extent, keys, values, indices, mask)
 
     def _write(
@@ -91,10 +101,8 @@ class StaticWindowLayer(MapsRows, StaticLayer):
         """Empty the cache. Its tensors stay where they are, unless the next call has another batch size."""
         self.is_empty = True
         self.cumulative_length.zero_()
-        for layer in self.full.values():
-            layer.reset()
-        for store in self.rings.values():
-            store.slots.fill_(-1)
+        for store in self.stores():
+            store.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         raise NotImplementedError(
@@ -106,6 +114,30 @@ class StaticWindowLayer(MapsRows, StaticLayer):
         return [*self.full.values(), *self.rings.values()]
 
     def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
-        for store in self.stores():
-            for name in ("keys", "values", "slots") if isinstance(store, FixedStore) else ("keys", "values"):
-                setattr(store, name, function(getattr(store, name)))
+        for layer in self.full.values():
+            layer.keys, layer.values = function(layer.keys), function(layer.values)
+        for store in self.rings.values():
+            store.map_rows(function)
+        if self.is_initialized:
+            self.batch_size = len(self.stores()[0].keys)
+
+
+class StaticWindowCache(Cache):
+    """A cache of `StaticWindowLayer`s."""
+
+    layers: list[StaticWindowLayer]
+
+    def __init__(self, windows: Iterable[LayerWindows], max_cache_len: int):
+        checker: list[StaticWindowLayer] = []
+        super().__init__(layers=[StaticWindowLayer(layer, max_cache_len, checker) for layer in windows])
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        layer = self.layers[layer_idx]
+        if layer_idx == 0 and not torch.compiler.is_compiling():
+            tokens = int(layer.get_seq_length()) + key_states.shape[2]
+            if tokens > layer.max_cache_len:
+                raise ValueError(
+                    f"`max_cache_len` must be at least {tokens} to store all tokens, got {layer.max_cache_len}. Create a "
+                    "larger cache, or one that grows: windows.cache()."
+                )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -6,7 +6,7 @@ import torch
 from hf_longctx.windows.distance_attention import BLOCK, by_distance, distance_attention
 
 
-def definition(q, k, v, weights, sinks, scale):
+def definition(q, k, v, weights, sinks, scale, extra=None):
     """Compute the formula of the module docstring with dense matrices."""
     i = torch.arange(q.shape[2])
     distance = i[:, None] - i
@@ -16,12 +16,16 @@ def definition(q, k, v, weights, sinks, scale):
     s = scale * q @ k.mT
     largest = s.masked_fill(w == 0, -torch.inf).amax(-1, keepdim=True)
     p = w * torch.minimum(s, largest).exp()
-    return (p / p.sum(-1, keepdim=True)) @ v
+    total = p.sum(-1, keepdim=True)
+    if extra is not None:
+        total = total + extra[:, None, None].exp()
+    return (p / total) @ v
 
 
 @pytest.mark.parametrize("tokens", [1, 5, BLOCK, BLOCK + 1, 2 * BLOCK + 7])
 @pytest.mark.parametrize("heads", [2, 6])
-def test_equals_the_definition(tokens, heads):
+@pytest.mark.parametrize("has_extra", [False, True])
+def test_equals_the_definition(tokens, heads, has_extra):
     torch.manual_seed(tokens)
     q, k, v = (torch.randn(2, h, tokens, 8, dtype=torch.float64) for h in (heads, 2, 2))
     weights = torch.rand(2, tokens, dtype=torch.float64)
@@ -29,8 +33,9 @@ def test_equals_the_definition(tokens, heads):
     weights[0, 3:] = 0  # a window of head 0, and a gap of head 1
     weights[1, 10:100] = 0
     inputs = [x.requires_grad_() for x in (q, k, v, weights)]
-    found = distance_attention(*inputs, sinks=4, scale=0.3)
-    expected = definition(*inputs, sinks=4, scale=0.3)
+    extra = torch.linspace(-1, 2, heads) if has_extra else None
+    found = distance_attention(*inputs, sinks=4, scale=0.3, extra_logits=extra)
+    expected = definition(*inputs, sinks=4, scale=0.3, extra=extra)
     assert torch.allclose(found, expected, atol=1e-5)
     gradient = torch.randn_like(found)
     for name, a, b in zip(

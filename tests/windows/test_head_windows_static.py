@@ -1,8 +1,10 @@
 """The static cache: constant shapes, one graph, and the same logits."""
 
+import copy
+
 import pytest
 import torch
-from tiny_windows import CACHE, PADDING, difference, in_chunks, padding_mask, tokens, windowed
+from tiny_windows import CACHE, PADDING, WINDOWS, difference, in_chunks, padding_mask, tokens, windowed
 from transformers import CompileConfig
 
 from hf_longctx.windows import HeadWindows
@@ -111,9 +113,51 @@ def test_bad_max_cache_len(slots):
         HeadWindows([[4]]).cache(max_cache_len=slots)
 
 
-def test_a_full_static_cache_raises():
+@pytest.mark.parametrize("family, windows", [("llama", None), ("llama", [[8] * 4] * 3), ("gemma3", [[-1] * 4] * 3)])
+@pytest.mark.parametrize("padding", ["no mask", "left"])
+@torch.no_grad()
+def test_a_full_static_cache_raises(family, windows, padding):
+    model, windows = windowed(family, **({} if windows is None else {"windows": windows}))
+    ids, mask = tokens(), padding_mask(padding)
+    part = lambda end: None if mask is None else mask[:, :end]  # noqa: E731
+    cache = windows.cache(max_cache_len=68)
+    in_chunks(model, ids[:, :66], part(66), cache, [66])
+    for begin, end in ((66, 70), (66, 69)):
+        with pytest.raises(ValueError, match=f"`max_cache_len` must be at least {end} to store all tokens, got 68"):
+            model(ids[:, begin:end], attention_mask=part(end), **{CACHE: cache})
+    wanted = model(ids[:, :68], attention_mask=part(68), use_cache=False).logits[:, 66:]  # nothing has been stored
+    assert difference(in_chunks(model, ids[:, 66:68], part(68), cache, [1, 1]), wanted) < ROUNDING
+    with pytest.raises(ValueError, match="must be at least 70 to store all tokens, got 68"):
+        model(ids, attention_mask=mask, **{CACHE: windows.cache(max_cache_len=68)})
+
+
+@pytest.mark.parametrize("windows", [WINDOWS, [[-1] * 4, [8] * 4, [8] * 4]])
+@pytest.mark.parametrize("later", ["no mask", "fewer padded tokens", "other padding", "new padding"])
+@torch.no_grad()
+def test_a_mask_that_contradicts_a_static_cache(later, windows):
+    model, windows = windowed(windows=windows)
+    ids, mask = tokens(), padding_mask("no mask" if later == "new padding" else "left")
+    cache = windows.cache(max_cache_len=80)
+    in_chunks(model, ids[:, :60], None if mask is None else mask[:, :60], cache, [58, 1, 1])
+    changed = padding_mask({"no mask": "no mask", "new padding": "left"}.get(later, "left and middle"))
+    if later == "fewer padded tokens":
+        changed = mask.clone()
+        changed[0, 5:] = 1
+    for size in (1, 10):
+        with pytest.raises(ValueError, match="must mark the same cached tokens as padding"):
+            part = None if changed is None else changed[:, : 60 + size]
+            model(ids[:, 60 : 60 + size], attention_mask=part, **{CACHE: copy.deepcopy(cache)})
+
+
+def test_reset_after_rows_were_repeated():
     model, windows = windowed()
-    cache = windows.cache(max_cache_len=72)
-    in_chunks(model, tokens(), None, cache, [70])
-    with pytest.raises((IndexError, RuntimeError)):
-        in_chunks(model, tokens(2, 3), None, cache, [1, 1, 1])
+    cache = windows.cache(max_cache_len=80)
+    in_chunks(model, tokens(), padding_mask("left"), cache, [60, 10])
+    cache.batch_repeat_interleave(2)
+    cache.reset()
+    for rows in (2, 4):
+        ids = tokens(rows, seed=3)
+        with torch.no_grad():
+            wanted = model(ids, use_cache=False).logits
+        assert difference(in_chunks(model, ids, None, cache, [20, 1, 49]), wanted) < ROUNDING
+        cache.reset()

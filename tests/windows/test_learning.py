@@ -11,7 +11,7 @@ from hf_longctx.metrics import LocalReader, forgetting_curve
 from hf_longctx.metrics.run.caches import exact_block
 from hf_longctx.windows import HeadWindows
 from hf_longctx.windows.cache import WindowLayer
-from hf_longctx.windows.learning import WindowLearner
+from hf_longctx.windows.learning import WindowLearner, attention
 from hf_longctx.windows.sequences import WindowSequences
 
 
@@ -20,7 +20,7 @@ CORPUS = torch.randint(3, 300, (3000,), generator=torch.Generator().manual_seed(
 
 
 def learner(family="llama", keep=0.5, context=256, **options):
-    return WindowLearner(make(family, torch.float32), LENGTH, keep=keep, context=context, **options)
+    return WindowLearner(make(family, torch.float32), LENGTH, keep=keep, keep_context=context, **options)
 
 
 def batch(seed=0):
@@ -30,7 +30,7 @@ def batch(seed=0):
     return {"input_ids": ids, "labels": labels}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "granite", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "granite", "olmo2", "gpt-oss"])
 def test_training_reads_with_the_windows_that_are_applied_later(family):
     train = learner(family)
     windows = torch.randint(4, 8, train.log2_windows.shape, generator=torch.Generator().manual_seed(1))
@@ -55,7 +55,7 @@ def test_layers_whose_config_has_the_sliding_window(family):
         learner(family)
     model = make(family, torch.float32)
     model.config.sliding_window = 256  # is not shorter than the context
-    train = WindowLearner(model, LENGTH, keep=0.5, context=256)
+    train = WindowLearner(model, LENGTH, keep=0.5, keep_context=256)
     train.model.config.sliding_window = 24
     with pytest.raises(NotImplementedError, match="a sliding window of its own, got 24"):
         train(**batch())
@@ -98,7 +98,7 @@ def test_the_start_keeps_the_heads_that_the_model_needs():
     with torch.no_grad():
         for layer in model.model.layers:  # the values of three of four key heads are zero
             layer.self_attn.v_proj.weight[layer.self_attn.head_dim :] = 0
-    train = WindowLearner(model, LENGTH, keep=0.5, context=LENGTH)
+    train = WindowLearner(model, LENGTH, keep=0.5, keep_context=LENGTH)
     train.start([{name: x[0] for name, x in batch(seed).items()} for seed in range(2)], share=0.4)
     assert (train.log2_windows[:, :1] > train.log2_windows[:, 1:]).all()
 
@@ -126,20 +126,41 @@ def test_the_state_contains_the_windows_only():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length": 100}, "power of two"),
-        ({"keep": 1.0}, "`keep` must be above 0 and below 1"),
-        ({"context": 64}, "`context` must be at least"),
-        ({"keep": 0.05, "context": 128}, "`keep` must be at least 0.16"),
+        ({"max_length": 100}, r"`max_length` must be a power of two of at least 64, got 100\. Give --max_length 64\."),
+        ({"max_length": 0}, r"`max_length` must be .* at least 64, got 0\. Give --max_length 64\."),
+        ({"max_length": 1500}, r"got 1500\. Give --max_length 1024\."),
+        ({"keep": 1.0}, r"`keep` must be above 0 and below 1, got 1\.0\. Give --keep"),
+        (
+            {"keep_context": 64},
+            r"`keep_context` must be at least `max_length` \(128\), got 64\. Give a larger --keep_con",
+        ),
+        (
+            {"keep": 0.05, "keep_context": 128},
+            r"`keep` must be at least 0\.1563 .*, got 0\.05\..* Give a larger --keep",
+        ),
     ],
 )
 def test_wrong_options_are_errors(options, message):
+    model = make()
     with pytest.raises(ValueError, match=message):
-        WindowLearner(make(), **{"length": LENGTH, "keep": 0.5, "context": 256, **options})
+        WindowLearner(model, **{"max_length": LENGTH, "keep": 0.5, "keep_context": 256, **options})
+    assert model.config._attn_implementation == "sdpa"
 
 
-def test_models_with_sink_logits_are_not_supported():
-    with pytest.raises(NotImplementedError, match="sink logits"):
-        learner("gpt-oss")(**batch())
+def test_a_learner_reads_sink_logits_as_the_model_does():
+    train = learner("gpt-oss")
+    with torch.no_grad():
+        found = train.log_probs(batch()["input_ids"], torch.arange(LENGTH))
+        expected = make("gpt-oss", torch.float32)(batch()["input_ids"]).logits.log_softmax(-1)
+    assert torch.allclose(found, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("option", [{"softcap": 30.0}, {"position_bias": torch.zeros(1)}, {"output_attentions": True}])
+def test_options_of_attention_that_are_not_supported(option):
+    layer = learner().layers[0]
+    query, key = torch.randn(1, 8, 5, 4), torch.randn(1, 4, 5, 4)
+    with pytest.raises(NotImplementedError, match="head windows do not"):
+        attention(layer, query, key, key, None, **option)
 
 
 def test_sequences_repeat_a_passage_and_records():

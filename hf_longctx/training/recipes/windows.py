@@ -102,7 +102,9 @@ save_steps: 4
                 )
         model = load_base(args, config)
         check_length(model, args.max_length)
-        context = args.keep_context or getattr(model.config, "max_position_embeddings", None) or args.max_length
+        context = args.keep_context
+        if context is None:
+            context = getattr(model.config, "max_position_embeddings", None) or args.max_length
         return WindowLearner(model.eval(), args.max_length, args.keep, context)
 
     def finish(self, args, model, tokenizer):
