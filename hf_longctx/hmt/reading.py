@@ -165,12 +165,15 @@ def cache_path(model: HMTWrapper, tokenizer_hash: str | None, text: str) -> Path
 def ask(model: HMTWrapper, state: HMTState, question: Tensor, searched: int, **options: Any) -> Any:
     """Generate an answer from a model that `wrap` returned, and return the output of `generate`.
 
+    The model recalls before it reads the last token of the question, because only later tokens attend to a memory.
+
     Args:
-        model: the model. It recalls after `searched` tokens of the question.
+        model: the model.
         state: the state after a document whose last segment is full; see `filler` of `read_text`.
-        question: ids of the question, (1, T).
+        question: ids of the question, (1, T), T >= 2.
         searched: number of leading tokens of the question that select what is recalled, at least 1. The last of these
-            tokens count most. Of a question longer than a segment, the recall uses the first segment.
+            tokens count most, and the last token of the question is not searched. Of a question longer than a segment,
+            the recall uses the last segment.
         options: arguments of `generate`.
     """
     length = model.config.segment_length
@@ -179,7 +182,9 @@ def ask(model: HMTWrapper, state: HMTState, question: Tensor, searched: int, **o
             f"`state` must end with a full segment, got {state.position} tokens. Read the document with filler=... of "
             "read_text."
         )
-    model.configure(sum_fraction=min(searched, length - 1) / length)
+    last = question.shape[1] - 1
+    begin = last // length * length  # of the segment from which the model answers
+    model.configure(sum_fraction=max(1, min(searched, last) - begin) / length)
     signature = {**state.signature, "sum_fraction": model.config.sum_fraction}
     return model.generate(question, state=replace(state, signature=signature), **options)
 

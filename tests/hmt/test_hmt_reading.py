@@ -73,7 +73,23 @@ def test_a_question_begins_a_segment(make_wrapper):
     assert state.position == -(-len(TEXT) // model.config.segment_length) * model.config.segment_length
     for searched in (1, 3):
         assert reading.ask(model, state, question, searched, max_new_tokens=2, eos_token_id=None).shape == (1, 5)
-        assert model.config.summary_length == searched
+        assert model.config.summary_length == min(searched, 2)
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("searched", [1, 2, 3])
+def test_the_first_token_of_an_answer_depends_on_the_recalled_passage(beyond, searched):
+    """Also if the whole question is searched, and if the question is longer than a segment."""
+    model = reading.wrap(tiny_llama())
+    length = model.config.segment_length
+    before = beyond * length
+    question = torch.arange(before + 3)[None] % 11 + 3
+    firsts = []
+    for text in ("ab", "cd"):
+        state = read_text(model, tokenizer, text * length + "e" * length)
+        options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+        firsts.append(reading.ask(model, state, question, before + searched, **options).logits[0])
+    assert not torch.allclose(*firsts, atol=1e-4)
 
 
 def test_what_would_be_a_wrong_memory_is_refused(make_wrapper, tmp_path):
