@@ -285,11 +285,15 @@ class Engine:
             return False
         [*self.read_after(cache, ids[:, a:], 1)]
         parts += [self.last_logits(ids[:, i:j], j - i, cache=cache) for i, j in ((a, b), (b, ids.shape[1]))]
-        error = (torch.cat(parts, 1).float() - logits.float()).norm()
-        # Rounding errors are 1e-6 in float32 and a few per cent in half precision. A wrong position or mask gives a
-        # much larger error.
-        exact = first_parameter(self.model).dtype in (torch.float32, torch.float64)
-        return bool(error <= (1e-3 if exact else 0.1) * (logits.float() - logits.float().mean()).norm())
+        difference, reference = torch.cat(parts, 1).float() - logits.float(), logits.float() - logits.float().mean()
+        if first_parameter(self.model).dtype in (torch.float32, torch.float64):
+            return bool(difference.norm() <= 1e-3 * reference.norm())
+        # In half precision, rounding errors are a few per cent, and more at single tokens with massive activations,
+        # even without a cache. A wrong position or mask gives a much larger error at most tokens of a chunk.
+        errors = difference.norm(dim=-1) / reference.norm(dim=-1)
+        return bool(
+            torch.stack([part.median() for part in errors.split([a, b - a, ids.shape[1] - b], 1)]).max() <= 0.1
+        )
 
 
 def argmax(logits: torch.Tensor) -> np.ndarray:
