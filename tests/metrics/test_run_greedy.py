@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from demo_model import DEMO
 from endpoint_server import CORPUS, OPTIONS, connect, serving
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_longctx.corpus import load_tokens
 from hf_longctx.metrics import Run, forgetting_curve
 from hf_longctx.metrics.run.engine import UnsupportedInput
 from hf_longctx.metrics.run.greedy import RECHECKS
@@ -16,11 +13,6 @@ from hf_longctx.metrics.run.greedy import RECHECKS
 POSITIONS = range(4, 29)  # of inputs of 30 tokens
 
 pytestmark = pytest.mark.usefixtures("no_key_or_proxy")
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32").eval(), AutoTokenizer.from_pretrained(DEMO)
 
 
 def predicted(model, rows):
@@ -32,11 +24,6 @@ def predicted(model, rows):
 
 def right(endpoint, rows):
     return endpoint.predict(rows, 0, POSITIONS) == rows[:, POSITIONS.start + 1 :]
-
-
-def texts_of(server, tokenizer):
-    server.decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-    server.encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.slow
@@ -51,20 +38,6 @@ def test_the_curve_is_that_of_the_local_model(model, form, concurrency, protocol
         curve = forgetting_curve(connect(server, concurrency=concurrency), CORPUS, **OPTIONS, protocol=protocol)
     assert curve.points == expected.points and curve.settings["served_with"] == "greedy completions"
     assert sum(p.copy_mean + p.lm_mean for p in curve.points) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["text", "text only"])
-def test_text_has_the_counts_of_the_local_model(demo, form):
-    model, tokenizer = demo
-    corpus = load_tokens(tokenizer, "stdlib").tokens[:4000]
-    options = {"lengths": [4, 12], "repeats": 1, "bos_token_id": 1, "eos_token_id": 2}
-    expected = forgetting_curve(model, corpus, **options)
-    with serving(model, form) as server:
-        texts_of(server, tokenizer)
-        curve = forgetting_curve(connect(server, tokenizer=tokenizer), corpus, **options)
-        assert all(isinstance(body["prompt"], str) for body in server.requests[-5:]) == (form == "text only")
-    assert curve.points == expected.points and curve.points[1].copy_mean > 0
 
 
 @pytest.mark.slow

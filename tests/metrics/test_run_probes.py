@@ -92,18 +92,16 @@ def speak(server, tokenizer):
 # -- how servers change what a model says
 
 
-def penalties(names=(), obeys=True, window=10**9, **defaults):
+def penalties(names=(), obeys=True, **defaults):
     """A sampler with penalties. It obeys the fields in `names`, or those of OpenAI, vLLM and llama.cpp."""
     names = names or ("repetition_penalty", "repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n")
 
     def sampler(body, ids, prompt, logits):
         found = {name: body[name] for name in names if name in body} if obeys else {}
         at = lambda *names: next((x[n] for x in (found, defaults) for n in names if n in x), None)  # noqa: E731
-        last = window if at("repeat_last_n") is None else at("repeat_last_n")
-        logits, counts = (
-            logits.clone(),
-            torch.bincount(torch.tensor(ids[-last:] if last else []).long(), minlength=len(logits)),
-        )
+        last = at("repeat_last_n")
+        seen = ids if last is None else ids[max(0, len(ids) - last) :]
+        counts = torch.bincount(torch.tensor(seen).long(), minlength=len(logits))
         scale = at("repetition_penalty", "repeat_penalty", "rep_pen") or 1
         logits = torch.where(counts > 0, torch.where(logits > 0, logits / scale, logits * scale), logits)
         return logits - (at("presence_penalty") or 0) * (counts > 0) - (at("frequency_penalty") or 0) * counts
@@ -133,10 +131,7 @@ SAMPLERS = {
     **{f"{name} by default": penalties(**{name: 1.3}) for name in ("repetition_penalty", "repeat_penalty")},
     "rep_pen by default": penalties(("rep_pen",), rep_pen=1.5),
     **{f"{name} by default": penalties(**{name: 3}) for name in ("presence_penalty", "frequency_penalty")},
-    **{f"a hidden penalty of {x}": penalties(obeys=False, rep_pen=x) for x in (1.02, 1.05, 1.1, 1.3, 2)},
-    "a hidden penalty in a window": penalties(obeys=False, rep_pen=1.3, window=64),
-    "a hidden presence penalty": penalties(obeys=False, presence_penalty=2),
-    "a hidden frequency penalty": penalties(obeys=False, frequency_penalty=0.7),
+    "a hidden penalty": penalties(obeys=False, rep_pen=1.05),
     "additive fields obeyed, a hidden penalty": penalties(("presence_penalty", "frequency_penalty"), rep_pen=1.4),
     "a penalty of responses": of_responses(penalties(obeys=False, presence_penalty=6)),
     "no repeated n-grams": no_repeated_ngrams,
@@ -234,22 +229,10 @@ def test_no_response_changes_counts_silently(talker, tokenizer, text, expected, 
 # -- fields
 
 
-def strict(names, status=422, naming="all"):
-    """A server that refuses some fields."""
-
-    def refusal(body):
-        bad = [name for name in body if name in names]
-        words = {"all": bad, "first": bad[:1], "request": [*body], "none": []}[naming]
-        return (status, f"unknown fields: {words}") if bad else None
-
-    return refusal
-
-
-@pytest.mark.parametrize("naming", ["all", "first", "request", "none"])
-def test_only_refused_fields_are_omitted(naming):
+def test_only_refused_fields_are_omitted():
     refused = {"top_k", "typical", "repeat_penalty", "rep_pen", "mirostat_mode"}
     with serving(Talker(40), "ids") as server:
-        server.refusal = strict(refused, naming=naming)
+        server.refusal = lambda body: (422, "unknown fields") if refused & body.keys() else None
         endpoint = connect(server, vocab_size=40)
         assert endpoint.fields == {name: value for name, value in NEUTRAL.items() if name not in refused}
         server.refusal = lambda body: (400, "temperature must be positive") if body.get("temperature") == 0 else None
@@ -390,5 +373,5 @@ def test_a_dry_run_knows_the_number_of_requests(byte_level, prose, form, way):
         curve = forgetting_curve(endpoint, prose, **OPTIONS)
         sent = len(server.requests) - before - probes
     wrong = sum(2 * p.repeats * p.scored_tokens - sum(p.copy_correct) - sum(p.lm_correct) for p in curve.points)
-    assert probes <= 150 and counts[LOG_PROBS] == 2 * 2 * 2
+    assert probes <= 100 and counts[LOG_PROBS] == 2 * 2 * 2
     assert sent == counts[way] if form != "ids" else wrong <= sent <= wrong + 2 * counts[LOG_PROBS] <= counts[way]

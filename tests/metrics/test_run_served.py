@@ -5,7 +5,7 @@ import pytest
 import torch
 from endpoint_server import CORPUS, OPTIONS, connect, serving
 
-from hf_longctx.metrics import Run, ServedModel, forgetting_curve, position_loss
+from hf_longctx.metrics import ServedModel, forgetting_curve, position_loss
 
 
 PROMPT = CORPUS[:30].tolist()
@@ -69,17 +69,6 @@ def test_curve_is_that_of_the_local_model(model):
     assert {name: curve.settings.get(name) for name in served} == served
     same = expected.settings.keys() - served.keys() - {"weights_sha256"}
     assert {name: curve.settings[name] for name in same} == {name: expected.settings[name] for name in same}
-
-
-def test_a_journal_is_of_one_endpoint(model, tmp_path):
-    with serving(model) as server:
-        endpoint = connect(server, retries=0, concurrency=1)
-        server.troubles.extend([None] * 13 + [hang_up])
-        with pytest.raises(ConnectionError) as caught:
-            forgetting_curve(endpoint, CORPUS, **OPTIONS, run=Run(tmp_path / "journal"))
-        assert [p.length for p in caught.value.result.points] == [4, 9]
-    with serving(model) as server, pytest.raises(ValueError, match="another run: endpoint is 'http"):
-        forgetting_curve(connect(server), CORPUS, **OPTIONS, run=Run(tmp_path / "journal"))
 
 
 def test_the_vocabulary_can_be_told(model):
@@ -220,4 +209,4 @@ def test_lengths_that_only_the_server_knows_to_be_too_long(model):
             endpoint.entries(PROMPT)
         curve = forgetting_curve(endpoint, CORPUS, **OPTIONS)
     assert [point.length for point in curve.points] == [4, 9]
-    assert curve.not_measured[20].endswith("answered 400: maximum context length is 30 tokens")
+    assert curve.missing[20].endswith("answered 400: maximum context length is 30 tokens")

@@ -28,7 +28,7 @@ import numpy as np
 from ...tokenization import tokenizer_hash
 from .engine import UnsupportedInput
 from .journal import Journal, content_hash
-from .probes import Altered, Probes
+from .probes import Altered, Probes, prompts
 
 
 ANOTHER = -2  # placeholder for the predicted id if the prediction is wrong
@@ -101,12 +101,12 @@ class GreedyCompletions:
 
     def choose_form(self) -> Probes:
         """Set `form` to the first of `FORMS` that the server supports, and return its `Probes`."""
-        failures = []
+        separator, (unit, *_), _ = prompts(self.tokenizer, self.server.vocab_size)
+        ids, failures = separator + unit, []
         for form in FORMS if self.tokenizer is not None else FORMS[:2]:
             self.form = form
             try:
-                for at in range(1, 5):
-                    self.ask(self.probe(), at, at + 1, retries=0)
+                self.ask(ids, len(ids) - 1, len(ids), retries=0)  # an unknown form is not a temporary error
                 return Probes(self)
             except Altered:
                 raise
@@ -118,14 +118,6 @@ class GreedyCompletions:
             f"{'; '.join(text.rstrip('.') for text in dict.fromkeys(failures))}.{advice} Chat APIs are not supported, "
             "because they do not continue a prompt."
         )
-
-    def probe(self) -> list[int]:
-        """Return the five token ids of a test prompt."""
-        if self.tokenizer is None:
-            return [0, 1, 2, 3, 4]
-        bos = self.tokenizer.bos_token_id
-        ids = self.encode("the model reads the text of the book") * 5
-        return ([] if bos is None else [bos]) + ids[: 5 - (bos is not None)]
 
     def predict(self, inputs: np.ndarray, positions: range) -> np.ndarray:
         """Return the next input id for each correct prediction, and -2 for each wrong prediction.

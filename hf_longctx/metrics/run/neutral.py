@@ -7,7 +7,6 @@ server refuses some of them, we omit as few as possible. `probes` then tests whe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -53,37 +52,21 @@ PENALTIES: tuple[dict[str, Any], ...] = (
 
 
 def accepted_fields(
-    fields: dict[str, Any], refusal: Callable[[dict[str, Any]], str | None], message: str
+    fields: dict[str, Any], refused: Callable[[dict[str, Any]], bool], accepted: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return as many fields as a server accepts.
+    """Return as many fields as a server accepts, by bisection.
 
     Args:
-        fields: the fields that the server refused.
-        refusal: function that sends a request with some fields, and returns the server's error message. It returns
-            None if the server accepts the fields. The server must accept a request without any of the fields.
-        message: error message about `fields`.
+        fields: fields to try.
+        refused: function that sends a request with some fields, and returns whether the server refuses it.
+        accepted: fields that the server accepts, included in every request. Default: none.
     """
-    rest, named = fields, [*fields]
-    while named:  # many servers name the fields that they refuse
-        named = [name for name in rest if re.search(rf"\b{name}\b", message)]
-        named = [] if len(named) == len(rest) else named  # the message quotes the request
-        rest = {name: value for name, value in rest.items() if name not in named}
-        answer = refusal(rest) if named else message
-        if answer is None:
-            return rest
-        message = answer
-    return add_fields({}, rest, refusal)
-
-
-def add_fields(
-    known: dict[str, Any], fields: dict[str, Any], refusal: Callable[[dict[str, Any]], str | None]
-) -> dict[str, Any]:
-    """Add those of the fields to `known` that a server accepts, by bisection."""
-    if refusal(known | fields) is None:
-        return known | fields
+    accepted = accepted or {}
+    if not refused(accepted | fields):
+        return accepted | fields
     if len(fields) < 2:
-        return known
+        return accepted
     entries = [*fields.items()]
     for half in (entries[: len(entries) // 2], entries[len(entries) // 2 :]):
-        known = add_fields(known, dict(half), refusal)
-    return known
+        accepted = accepted_fields(dict(half), refused, accepted)
+    return accepted

@@ -6,9 +6,7 @@ forgetting curve without an error. We therefore send prompts with known properti
 - A repeated passage must be continued by its repetition. This shows that the response contains the generated tokens
   with their spaces, and that no strong penalty applies.
 - The strongest penalties must change a response. A server that obeys these fields also obeys their neutral values,
-  which we send with every request.
-- If a server ignores these fields, it may have a penalty of its own. We then put the predicted token in front of the
-  prompt. This makes the token more likely for the model, and less likely if the server penalizes repeated tokens.
+  which we send with every request. A server that ignores them may have a penalty of its own.
 - A response must not change if we repeat the request, or request the response one token at a time.
 
 If a test fails although the model might be the reason, the result contains a note. The responses also identify the
@@ -18,7 +16,6 @@ model: a journal refuses to resume if they change.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -63,7 +60,6 @@ UNIT = 16  # tokens of a repeated passage
 KNOWN = 4  # tokens of the last repetition that are part of the prompt
 LOOP = 32  # tokens of the response to a prompt that repeats four tokens
 CHUNK = 16  # tokens of a response that we also request one token at a time
-ERROR_RATE = 0.01  # error rate of the test for penalties
 
 
 class Altered(ValueError):
@@ -94,7 +90,7 @@ class Probes:
         first = [*self.copies(), *((ids, 1) for ids in self.openings)]
         self.responses = [completions.generate(*prompt) for prompt in first]
         self.check_copies(self.responses[: len(self.units)])
-        self.check_penalties(self.responses[len(self.units) :])
+        self.check_penalties()
         self.check_stability()
 
     def copies(self) -> list[tuple[list[int], int]]:
@@ -103,11 +99,6 @@ class Probes:
         return [
             (2 * (separator + unit) + separator + unit[: known(unit)], len(unit) - known(unit)) for unit in self.units
         ]
-
-    def ask(self, prompts: Iterable[tuple[list[int], int]], **fields: Any) -> list[Any]:
-        """Return the responses to several prompts, requested in parallel."""
-        with ThreadPoolExecutor(self.completions.server.concurrency) as pool:
-            return list(pool.map(lambda prompt: self.completions.generate(*prompt, **fields), prompts))
 
     def check_copies(self, responses: list[Any]) -> None:
         """Check that repeated passages are continued, with all spaces."""
@@ -128,35 +119,13 @@ class Probes:
                 "the server penalizes repeated tokens or changes its responses."
             )
 
-    def check_penalties(self, responses: list[Any]) -> None:
-        """Check that the server obeys the fields for penalties, or else search for a penalty of its own."""
-        obeyed = [self.obeys(fields) for fields in PENALTIES]
-        if all(obeyed):
-            return
-        tokens = [self.completions.encode(said) if isinstance(said, str) else said for said in responses]
-        cases = [(ids, said, token) for ids, said, token in zip(self.openings, responses, tokens) if token]
-        cases = [(ids, said, token) for ids, said, token in cases if token[0] not in ids]
-        same, another = ([], [])
-        for i, (ids, _, token) in enumerate(cases):
-            other = next((x for _, _, x in cases[i:] + cases[:i] if x != token), token)
-            same.append((self.separator + 3 * token + ids, 1))
-            another.append((self.separator + 3 * other + ids, 1))
-        lost = [(x != said, y != said) for (_, said, _), x, y in zip(cases, self.ask(same), self.ask(another))]
-        worse, better = lost.count((True, False)), lost.count((False, True))
-        names = " and ".join(next(iter(fields)) for fields, done in zip(PENALTIES, obeyed) if not done)
-        found = (
-            f"{sum(x for x, _ in lost)} of {len(lost)} predictions changed when their token was put in front of the "
-            f"prompt, and {sum(y for _, y in lost)} changed when another token was"
-        )
-        if len(lost) and sign_test(worse, better) < ERROR_RATE:
+    def check_penalties(self) -> None:
+        """Check that the server obeys the fields for penalties."""
+        ignored = [next(iter(fields)) for fields in PENALTIES if not self.obeys(fields)]
+        if ignored:
             self.notes.append(
-                f"The server penalizes repeated tokens ({found}), so the model may copy further than measured. Start "
-                "the server without penalties."
-            )
-        else:
-            self.notes.append(
-                f"The server does not obey {names}, so we cannot exclude a small penalty of its own ({found}). With "
-                "such a penalty, the model copies further than measured."
+                f"The server does not obey {' and '.join(ignored)}, so it may penalize repeated tokens. With such a "
+                "penalty, the model copies further than measured."
             )
 
     def obeys(self, fields: dict[str, Any]) -> bool:
@@ -171,19 +140,24 @@ class Probes:
 
     def check_stability(self) -> None:
         """Check that responses are the same in a second request, and if they are requested one token at a time."""
-        single = self.completions.form.returns_ids
-        prompts = [(ids, CHUNK if single else 1) for ids in (self.openings[:2] if single else self.openings[:12])]
-        responses, again = self.ask(prompts), []
-        if single:
-            prompts = [(ids + said[:i], 1) for (ids, _), said in zip(prompts, responses) for i in range(len(said))]
-            responses = [[token] for said in responses for token in said]
-        again = self.ask(prompts)
-        changed = sum(x != y for x, y in zip(responses, again))
+        if self.completions.form.returns_ids:
+            whole = self.generate([(ids, CHUNK) for ids in self.openings[:2]])
+            responses = [[token] for said in whole for token in said]
+            prompts = [(ids + said[:i], 1) for ids, said in zip(self.openings, whole) for i in range(len(said))]
+        else:
+            prompts = [(ids, 1) for ids in self.openings[:12]]
+            responses = self.generate(prompts)
+        changed = sum(before != again for before, again in zip(responses, self.generate(prompts)))
         if changed > 1:  # a single change may be a rounding error
             self.notes.append(
-                f"The server is not deterministic: {changed} of {len(again)} responses changed in a second request. It "
-                "may sample, or penalize tokens of its response."
+                f"The server is not deterministic: {changed} of {len(prompts)} responses changed in a second request. "
+                "It may sample, or penalize tokens of its response."
             )
+
+    def generate(self, prompts: list[tuple[list[int], int]]) -> list[Any]:
+        """Return the responses to prompts with their numbers of tokens, requested in parallel."""
+        with ThreadPoolExecutor(self.completions.server.concurrency) as pool:
+            return list(pool.map(lambda prompt: self.completions.generate(*prompt), prompts))
 
 
 def known(unit: list[int]) -> int:
@@ -203,13 +177,3 @@ def prompts(tokenizer: Any, vocab_size: float) -> tuple[list[int], list[list[int
         encoded = [rng.permutation(np.arange(min(3, size - 2), size)).tolist() for _ in PASSAGES]
         encoded += [rng.permutation(np.arange(min(3, size - 2), size))[:3].tolist() for _ in OPENINGS]
     return separator, [ids[:UNIT] for ids in encoded[: len(PASSAGES)]], encoded[len(PASSAGES) :]
-
-
-def sign_test(worse: int, better: int) -> float:
-    """Return the one-sided p value of a sign test.
-
-    >>> sign_test(5, 0), sign_test(3, 3)
-    (0.03125, 0.65625)
-    """
-    total = worse + better
-    return sum(math.comb(total, k) for k in range(worse, total + 1)) / 2**total

@@ -153,7 +153,9 @@ class ServedModel(PromptReader):
         if not entries:
             raise ValueError(f"the response to a prompt of {len(prompt)} tokens does not contain log-probabilities.")
         check_count(len(entries), len(prompt))
-        by_id = [{int(token): as_float(x["logprob"]) for token, x in (entry or {}).items()} for entry in entries]
+        by_id = [{int(token): x["logprob"] for token, x in (entry or {}).items()} for entry in entries]
+        # servers encode NaN as null
+        by_id = [{token: math.nan if x is None else float(x) for token, x in entry.items()} for entry in by_id]
         return check_entries(by_id, prompt)
 
     def complete(self, body: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -164,10 +166,10 @@ class ServedModel(PromptReader):
         """
         try:
             response = self._send("/completions", {**self.fields, **body}, **options)
-        except Refused as error:
-            if self._accepted or all(self._refusal(body, fields, options) for fields in ({"temperature": 0}, {})):
+        except Refused:
+            if self._accepted or all(self._is_refused(body, fields, options) for fields in ({"temperature": 0}, {})):
                 raise
-            self.fields = accepted_fields(self.fields, lambda fields: self._refusal(body, fields, options), str(error))
+            self.fields = accepted_fields(self.fields, lambda fields: self._is_refused(body, fields, options))
             response = self._send("/completions", {**self.fields, **body}, **options)
         self._accepted = True
         if isinstance(response, dict) and response.get("system_fingerprint"):
@@ -176,13 +178,13 @@ class ServedModel(PromptReader):
             raise RuntimeError(f"{self.base_url}/completions must return choices, got {str(response)[:200]}")
         return response
 
-    def _refusal(self, body, fields, options):
-        """Return the error message of a server that refuses a request, and None if the server accepts it."""
+    def _is_refused(self, body, fields, options):
+        """Return whether the server refuses a request with some fields."""
         try:
             self._send("/completions", {**fields, **body}, **options)
-        except Refused as error:
-            return str(error)
-        return None
+        except Refused:
+            return True
+        return False
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any = None) -> str:
         """Return the greedy response, decoded with the server's tokenizer."""
@@ -291,11 +293,6 @@ def read_message(error: urllib.error.HTTPError) -> str:
     except (ValueError, AttributeError):
         pass
     return " ".join(str(text).split())[:500] or str(error.reason)
-
-
-def as_float(value: float | None) -> float:
-    """Convert a JSON number to a float. Servers encode NaN as null."""
-    return math.nan if value is None else float(value)
 
 
 def check_count(entries: int, tokens: int) -> None:
