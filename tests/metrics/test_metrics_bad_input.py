@@ -97,7 +97,7 @@ def t5():
 
 
 MODELS = [
-    refused("model: a name", lambda: curve(model="gpt2"), "must be a causal language model or a reader, got gpt2"),
+    refused("model: a name", lambda: curve(model="gpt2"), "must be a causal language model or a `Reader`, got gpt2"),
     refused(
         "model: no head", lambda: curve(model=tiny_llama().model), "must return logits, got .*AutoModelForCausalLM"
     ),

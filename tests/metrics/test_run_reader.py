@@ -1,31 +1,23 @@
-"""Readers: any object with the protocol's members can be measured."""
-
-from contextlib import nullcontext
+"""Readers: an object of any subclass can be measured."""
 
 import numpy as np
 import pytest
 from tiny_models import copied_ids
 
 from hf_longctx.metrics import forgetting_curve, line_retrieval, position_loss
+from hf_longctx.metrics.run.reader import Reader
 
 
-class RuleReader:
+class RuleReader(Reader):
     """Reads by a rule, and is neither a module nor a server: after `k` equal ids comes what came after them before."""
 
-    vocab_size, position_limit, claimed_context = 300, None, None
-    can_reply, is_distributed, device = False, False, None
+    vocab_size, can_reply = 300, False
 
     def settings(self):
         return {"model": "rule"}
 
-    def identity(self):
-        return {"rule": "copies"}
-
     def configured_id(self, name):
         return 1
-
-    def reading(self, trial, tokens_per_pass):
-        return nullcontext()
 
     def predict(self, inputs, prefix, positions):
         guesses = [copied_ids(row.tolist(), 3, 10**9) for row in inputs]

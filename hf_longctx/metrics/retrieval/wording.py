@@ -153,7 +153,7 @@ class RetrievalTask(Task):
                 f"{subject.reader.settings()['model']} does not have a generate method. Measure without responses: "
                 "replies=False, or --no-replies."
             )
-        if self.query_aware and getattr(subject.reader, "cache", None) is None:
+        if self.query_aware and subject.reader.cache is None:
             raise ValueError(
                 "query_aware requires a cache for the context. Add --cache, or pass LocalReader(model, cache=...)."
             )

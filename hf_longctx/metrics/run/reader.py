@@ -43,7 +43,7 @@ IGNORED = (
 
 
 class Reader:
-    """The interface of a causal language model. Any object with these attributes and methods can be measured.
+    """The interface of a causal language model. An object of any subclass can be measured.
 
     Attributes:
         vocab_size: size of the vocabulary; `math.inf` if unknown.
@@ -51,6 +51,7 @@ class Reader:
         claimed_context: claimed context in tokens; None if unknown.
         device: device of the model, such as "cuda:0"; None if unknown.
         can_reply: whether the model supports `reply`.
+        batches_questions: whether the reader has a method `ask`; see `LocalReader.ask`.
         is_distributed: whether the model is sharded over processes. All processes must then read the same inputs.
         cache: cache for contexts; see `caches`. None for the full cache.
         configs: configs or tokenizers that may set special ids. The first one that sets an id takes precedence.
@@ -62,6 +63,7 @@ class Reader:
     claimed_context: int | None = None
     device: str | None = None
     can_reply: bool = True
+    batches_questions: bool = False
     is_distributed: bool = False
     cache: ContextCache | None = None
     configs: Sequence[Any] = ()
@@ -88,10 +90,7 @@ class Reader:
         return None
 
     def questions_per_batch(self, tokens: int) -> int:
-        """Return the number of questions of `tokens` tokens each, including the response, to answer together.
-
-        If it is above 1, the reader has a method `ask`; see `LocalReader.ask`.
-        """
+        """Return the number of questions of `tokens` tokens each, including the response, to answer together."""
         return 1
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
@@ -155,9 +154,9 @@ def reader_for(model: nn.Module | Reader) -> Reader:
     """
     if isinstance(model, nn.Module):
         return LocalReader(model)
-    if not hasattr(model, "reading") or isinstance(model, type):
+    if not isinstance(model, Reader):
         raise TypeError(
-            "model must be a causal language model or a reader, got "
+            "model must be a causal language model or a `Reader`, got "
             f"{model if isinstance(model, str) else type(model)}. Pass AutoModelForCausalLM.from_pretrained(name), "
             "ServedModel(url) or OfflineModel(llm)."
         )

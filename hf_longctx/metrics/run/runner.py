@@ -120,7 +120,7 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
                     for group in batches(task, [trial for trial in trials if trial.key in mine]):
                         bar.set_postfix_str(f"{group[0].tokens:,} tokens")
                         for trial, score in zip(group, measure(task, group)):
-                            size = reader.cache_size() if getattr(reader, "cache", None) else None
+                            size = reader.cache_size() if reader.cache else None
                             journal.append(trial.key, {"score": score, "cache": size} if size else score)
                             bar.update(costs[trial.key])
                 except Exception as error:
@@ -168,8 +168,7 @@ def facts(reader: Reader, run: Run) -> dict[str, Any]:
         "versions": VERSIONS,
         **reader.identity(),
     }
-    notes = [*getattr(reader, "notes", ())]
-    how |= {"notes": notes} if notes else {}
+    how |= {"notes": [*reader.notes]} if reader.notes else {}
     return how | size_and_hardware(getattr(reader, "model", None), reader.device)
 
 
@@ -194,7 +193,7 @@ def batches(task: Task, trials: Sequence[Trial]) -> Iterator[list[Trial]]:
     group: list[Trial] = []
     for trial in trials:
         if trial.tokens not in limits:
-            limits[trial.tokens] = questions_per_batch(task.subject.reader, trial.tokens) if task.asks else 1
+            limits[trial.tokens] = task.subject.reader.questions_per_batch(trial.tokens) if task.asks else 1
         same = not group or group[0].tokens == trial.tokens
         if not same or sum(other.inputs for other in group) + trial.inputs > limits[trial.tokens]:
             if group:
@@ -205,18 +204,11 @@ def batches(task: Task, trials: Sequence[Trial]) -> Iterator[list[Trial]]:
         yield group
 
 
-def questions_per_batch(reader: Reader, tokens: int) -> int:
-    """Return `Reader.questions_per_batch`, or 1 for a reader without this method."""
-    return reader.questions_per_batch(tokens) if hasattr(reader, "questions_per_batch") else 1
-
-
-def measure_one(task: Task, trial: Trial) -> Any:
-    """Return the score of a trial. If the model does not support the inputs, return `{"missing": reason}`."""
-    return measure(task, [trial])[0]
-
-
 def measure(task: Task, trials: Sequence[Trial]) -> list[Any]:
-    """Return the score of each trial; see `measure_one`. Questions of all trials are answered together."""
+    """Return the score of each trial. Questions of all trials are answered together.
+
+    If the model does not support the inputs of a trial, its score is `{"missing": reason}`.
+    """
     subject, limit = task.subject, task.subject.reader.position_limit
     if limit is not None and trials[0].tokens > limit:
         return [{"missing": f"beyond the model's {limit} positions"}] * len(trials)
@@ -225,7 +217,7 @@ def measure(task: Task, trials: Sequence[Trial]) -> list[Any]:
         responses = iter(answers(subject.reader, [*chain(*requests)], subject.tokenizer))
     except (UnsupportedInput, NotFinite) as error:
         if len(trials) > 1:  # find out which of them
-            return [measure_one(task, trial) for trial in trials]
+            return [score for trial in trials for score in measure(task, [trial])]
         if isinstance(error, UnsupportedInput):
             return [{"missing": str(error)}]
         raise ValueError(f"{task.name}, trial {trials[0].key}: {error} {OVERFLOW}") from None
@@ -241,7 +233,7 @@ def answers(reader: Reader, requests: Sequence[Request], tokenizer: Any) -> list
     found: dict[int, Any] = {}
     groups: dict[tuple[int, bool], list[int]] = {}  # indices of questions
     for i, request in enumerate(requests):
-        if isinstance(request, Ask) and getattr(reader, "batches_questions", False):
+        if isinstance(request, Ask) and reader.batches_questions:
             groups.setdefault((len(request.prompt), request.thinks), []).append(i)
         else:
             found[i] = answer(reader, request, tokenizer)
@@ -266,7 +258,7 @@ def answer(reader: Reader, request: Request, tokenizer: Any) -> Any:
     if isinstance(request, Score):
         return score(reader, request.ids, request.first)[0]
     ids = np.concatenate([request.prompt, request.answer])
-    context = {"context": request.context} if getattr(reader, "cache", None) else {}
+    context = {"context": request.context} if reader.cache else {}
     log_probs, best = score(reader, ids, len(request.prompt), finite=False, **context)
     exact, reply = bool((best == request.answer).all()), None
     if request.reply:

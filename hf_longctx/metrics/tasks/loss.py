@@ -261,7 +261,7 @@ class Loss(Task):
     starts: list[int] | None = option(None, "start of each sequence in the corpus, in tokens", least=0, selects=True)
 
     def prepare(self):
-        cache = getattr(self.subject.reader, "cache", None)
+        cache = self.subject.reader.cache
         if cache is not None and cache.press is not None:
             raise ValueError(
                 f"cache={cache.name} compresses a context once, but a loss does not have a context. Measure curve, needle or "
