@@ -19,6 +19,15 @@ PACKAGE = Path(module_path("forgetting_curve")).parents[2]
 RELATIVE = re.compile(r"^( *)from (\.+)([\w.]*) import ", re.MULTILINE)
 OF_PACKAGE = re.compile(r"^from hf_longctx\.metrics import evaluate_modules.*$", re.MULTILINE)
 DEFINITION = re.compile(r"^(?:def|class) (\w+)", re.MULTILINE)
+# The page of a Space: evaluate's form for predictions and references.
+APP = """from pathlib import Path
+
+import evaluate
+from evaluate.utils import launch_gradio_widget
+
+
+launch_gradio_widget(evaluate.load(str(Path(__file__).with_name("{name}.py"))))
+"""
 
 
 def build_space(name: str) -> Bundle:
@@ -32,7 +41,7 @@ def build_space(name: str) -> Bundle:
         ["metrics.evaluate_modules", *(["metrics.rope.bound"] if name == "rope_base_check" else [])]
     )
     files: dict[str, Path | bytes] = {path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py")}
-    files["requirements.txt"] = REQUIREMENTS
+    files |= {"requirements.txt": REQUIREMENTS, "app.py": APP.format(name=name).encode()}
     files |= {f"{flat(module)}.py": flattened(module, sources).encode() for module in sources}
     imports = [f"from .{flat(module)} import {DEFINITION.findall(source)[0]}" for module, source in sources.items()]
     imports.append(f"from . import {flat('metrics.evaluate_modules')} as evaluate_modules")

@@ -41,26 +41,6 @@ def public_name(name: str) -> str:
     return name
 
 
-def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:
-    """Convert a sequence of integers to a tuple of ints.
-
-    Raises:
-        ValueError: `values` is empty, or a value is not an integer from `low` to `high`.
-
-    >>> integers([3, 4.0], "positions", 0)
-    Traceback (most recent call last):
-    ValueError: positions must be integers >= 0, got [3, 4.0].
-    """
-    try:
-        numbers = tuple(map(operator.index, values))
-    except TypeError:
-        numbers = ()
-    if not numbers or min(numbers) < low or max(numbers) > high:
-        bounds = f">= {low}" if high == math.inf else f"from {low} to {high}"
-        raise ValueError(f"{name} must be integers {bounds}, got {values!r}.")
-    return numbers
-
-
 def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
     """Convert token ids to an int64 array of shape (N,).
 

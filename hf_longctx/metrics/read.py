@@ -21,8 +21,8 @@ def read_result(path) -> Result:
     try:
         text = path.read_text(encoding="utf-8")
         document = json.loads(text)
-        for cls in Result.kinds.values():
-            if isinstance(document, dict) and cls.mismatch(document) is None:
+        for kind, cls in Result.kinds.items():
+            if isinstance(document, dict) and document.get("metric") == kind:
                 return cls.from_json(text)
         raise ValueError(f'"metric" must be one of {", ".join(sorted(Result.kinds))}.')
     except ValueError as error:

@@ -142,14 +142,16 @@ class Result:
 
     def _repr_png_(self) -> bytes | None:
         """Return the figure as a PNG for notebooks. Return None if matplotlib is missing or nothing was measured."""
-        if not self.measured:
+        try:
+            return self.picture("png") if self.measured else None
+        except ImportError:
             return None
+
+    def picture(self, extension: str, **options: Any) -> bytes:
+        """Return the figure as a file with this extension. `options` are the options of `plot`."""
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "figure.png"
-            try:
-                self.plot(file)
-            except ImportError:
-                return None
+            file = Path(folder) / f"figure.{extension}"
+            self.plot(file, **options)
             return file.read_bytes()
 
     # Methods of all results -----------------------------------------------------------------------------------------
@@ -178,12 +180,6 @@ class Result:
         # every subclass is a dataclass, so `replace` is possible
         return replace(self, settings={**self.settings, **settings})  # ty: ignore[invalid-argument-type]
 
-    @classmethod
-    def mismatch(cls, document: dict[str, Any]) -> str | None:
-        """Return None if a JSON object is a result of this class. Otherwise, return an error message."""
-        metric = document.get("metric")
-        return None if metric == cls.kind else f'this JSON is not a result of {cls.kind}: its "metric" is {metric!r}.'
-
     def to_json(self) -> str:
         """Serialize the header and the `document` as JSON. The same measurement always gives the same string.
 
@@ -201,9 +197,9 @@ class Result:
             ValueError: the JSON is not a result of this class, lacks a field, or has a different format.
         """
         document = json.loads(text)
-        mismatch = cls.mismatch(document if isinstance(document, dict) else {})
-        if mismatch:
-            raise ValueError(mismatch)
+        metric = document.get("metric") if isinstance(document, dict) else None
+        if metric != cls.kind:
+            raise ValueError(f'this JSON is not a result of {cls.kind}: its "metric" is {metric!r}.')
         try:
             if document.get("format", 1) != cls.version:
                 raise ValueError(

@@ -118,7 +118,7 @@ def test_an_interrupted_curve_says_so(folder, tmp_path, capsys, monkeypatch):
     status, curve = measure(folder, tmp_path / "curve", "curve", QUICK["curve"])
     assert status == 130 and [p.length for p in curve.points] == [8]
     assert curve.settings["lengths"] == [8, 19, 30] and curve.settings["interrupted"] == "Ctrl-C"
-    assert curve.not_measured == {19: "interrupted", 30: "interrupted"}
+    assert curve.missing == {19: "interrupted", 30: "interrupted"}
     assert "2 lengths from 19 to 30 not measured: interrupted" in capsys.readouterr().out
 
 

@@ -12,7 +12,8 @@ from hf_longctx.metrics.evaluate_modules import NAMES
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_versions_are_pinned_to_those_that_are_tested():
+def test_the_page_of_a_space_is_python_and_versions_are_pinned_to_those_that_are_tested():
+    assert "forgetting_curve.py" in compile(build_space("forgetting_curve").text("app.py"), "app.py", "exec").co_consts
     constraints = (ROOT / "scripts" / "constraints.txt").read_text().splitlines()
     lines = build_space("forgetting_curve").text("requirements.txt").splitlines()
     assert all(line.removesuffix("+cpu") in constraints for line in lines if "==" in line)

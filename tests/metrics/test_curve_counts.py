@@ -166,7 +166,7 @@ def test_lengths_that_memory_is_short_for_are_named(counting, tmp_path, protocol
     finally:
         hook.remove()
     assert [p.length for p in curve.points] == [9, 15]
-    assert set(curve.not_measured) == {30, 60}
+    assert set(curve.missing) == {30, 60}
     assert "2 lengths from 30 to 60 not measured: out of memory" in curve.summary()
     assert ForgettingCurve.from_json(curve.to_json()) == curve
     before = path.read_bytes()
@@ -180,9 +180,9 @@ def test_an_interrupted_adaptive_curve_names_what_it_did_not_reach(counting):
     """A finished one leaves lengths out, because nothing depends on them."""
     options = dict(lengths=list(range(8, 20)), repeats=3, protocol="adaptive")
     finished = forgetting_curve(counting, CORPUS % 8, **options)
-    assert len(finished.points) < 12 and not finished.not_measured
+    assert len(finished.points) < 12 and not finished.missing
     with stopped_after(counting, 5), pytest.raises(KeyboardInterrupt) as caught:
         forgetting_curve(counting, CORPUS % 8, **options)
     curve = caught.value.result
-    assert {p.length for p in curve.points} | curve.not_measured.keys() == set(options["lengths"])
-    assert set(curve.not_measured.values()) == {"interrupted"}
+    assert {p.length for p in curve.points} | curve.missing.keys() == set(options["lengths"])
+    assert set(curve.missing.values()) == {"interrupted"}

@@ -243,11 +243,11 @@ def test_beyond_the_position_table():
     model = tiny_gpt2(n_positions=23)
     curve = forgetting_curve(model, CORPUS, lengths=[2, 10, 11, 20], repeats=3)
     assert curve.points == forgetting_curve(model, CORPUS, lengths=[2, 10], repeats=3).points
-    assert curve.not_measured == dict.fromkeys((11, 20), "beyond the model's 23 positions")
+    assert curve.missing == dict.fromkeys((11, 20), "beyond the model's 23 positions")
     assert [p.length for p in curve.points] == [2, 10]
     assert curve.summary().endswith("; 2 lengths from 11 to 20 not measured: beyond the model's 23 positions")
     adaptive = forgetting_curve(model, CORPUS, lengths=[2, 10, 11, 20], repeats=3, protocol="adaptive")
-    assert adaptive.points[-1].length == 10 and set(adaptive.not_measured) == {11, 20}
+    assert adaptive.points[-1].length == 10 and set(adaptive.missing) == {11, 20}
     with pytest.raises(ValueError, match="nothing could be measured: beyond the model's 23 positions"):
         forgetting_curve(model, CORPUS, lengths=[11, 20])
 
@@ -284,7 +284,7 @@ def test_a_failure_keeps_what_was_measured(error):
     assert caught.value is error
     curve, cause = error.result, "Ctrl-C" if isinstance(error, KeyboardInterrupt) else "disk"
     assert curve.points == expected.points and curve.settings["lengths"] == [8, 9, 10, 11]
-    assert curve.not_measured == {10: "interrupted", 11: "interrupted"}
+    assert curve.missing == {10: "interrupted", 11: "interrupted"}
     assert curve.settings["interrupted"] == cause and "interrupted" not in expected.settings
     assert curve.summary().endswith(f"2 lengths from 10 to 11 not measured: interrupted; interrupted: {cause}")
     assert ForgettingCurve.from_json(curve.to_json()) == curve
@@ -307,7 +307,7 @@ def test_a_full_disk_loses_nothing(tmp_path, room):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert caught.value.filename == str(tmp_path / "journal")
     assert caught.value.result.points == whole.points[:2]
-    assert caught.value.result.not_measured == {10: "interrupted"}
+    assert caught.value.result.missing == {10: "interrupted"}
     assert forgetting_curve(tiny_llama(), CORPUS, journal=tmp_path / "journal", **options) == whole
     assert (tmp_path / "journal").read_bytes() == b"".join(lines)
 

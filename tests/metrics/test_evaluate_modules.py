@@ -62,12 +62,10 @@ def test_bare_names_and_older_lines_of_the_cache():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_space_has_its_card_and_its_program(name):
-    folder = Path(module_path(name))
-    card = ModelCard.load(folder / "README.md", ignore_metadata_errors=False).data.to_dict()
+def test_a_module_has_the_card_of_a_space(name):
+    card = ModelCard.load(Path(module_path(name)) / "README.md", ignore_metadata_errors=False).data.to_dict()
     assert card["sdk"] == "gradio" and card["app_file"] == "app.py" and {"evaluate", "metric"} <= set(card["tags"])
     assert {"title", "emoji", "colorFrom", "colorTo", "sdk_version", "description"} <= card.keys()
-    compile((folder / "app.py").read_text(), "app.py", "exec")
 
 
 @pytest.mark.parametrize("name", NAMES)

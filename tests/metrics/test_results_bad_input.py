@@ -32,7 +32,7 @@ def curve_text(**change):
 
 MEASURED = [
     refused("length 0", counts([0], [0], length=0), "length must be at least 1, got 0"),
-    refused("more right than scored", counts([5, 4]), "copy_correct at length 8 must be integers from 0 to 4"),
+    refused("more right than scored", counts([5, 4]), "copy_correct at length 8 must be at most 4, got 5"),
     refused("negative count", counts([4, 4], [0, -1]), "lm_correct at length 8"),
     refused("another number of LM counts", counts([4, 4], [0]), "2 copy counts, 1 LM counts"),
     refused("another number of begins", counts([4, 4], begins=[3]), r"one entry per repeat.*begin_locs=\(3,\)"),

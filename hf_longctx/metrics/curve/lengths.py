@@ -7,14 +7,13 @@ remember anything. For significance tests, see intervals.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import scipy
 
-from ..checks import as_int, integers
+from ..checks import as_int
 from ..overlap import separate
 from .protocol import scored_tokens
 
@@ -58,11 +57,12 @@ class CurvePoint:
         length = as_int("length", self.length, 1)
         scored = scored_tokens(length, self.whole)
         object.__setattr__(self, "length", length)
-        for name, most in (("copy_correct", scored), ("lm_correct", scored), ("begin_locs", math.inf)):
-            values = getattr(self, name)
-            if values is not None or name != "begin_locs":
-                object.__setattr__(self, name, integers(values, f"{name} at length {length}", 0, most))
-        if not len(self.copy_correct) == len(self.lm_correct) == len(self.begin_locs or self.lm_correct):
+        for name in ("copy_correct", "lm_correct", *["begin_locs"] * (self.begin_locs is not None)):
+            counts = tuple(as_int(f"{name} at length {length}", value, 0) for value in getattr(self, name))
+            if name != "begin_locs" and max(counts, default=0) > scored:
+                raise ValueError(f"{name} at length {length} must be at most {scored}, got {max(counts)}.")
+            object.__setattr__(self, name, counts)
+        if not 0 < len(self.copy_correct) == len(self.lm_correct) == len(self.begin_locs or self.lm_correct):
             raise ValueError(
                 "copy_correct, lm_correct and begin_locs must have one entry per repeat, got "
                 f"{len(self.copy_correct)} copy counts, {len(self.lm_correct)} LM counts and "

@@ -16,7 +16,7 @@ from ..curve.plot import logarithmic
 from ..task import TaskResult
 from ..tasks.curve import ForgettingCurve
 from ..tasks.loss import PositionLoss, draw_losses
-from .effective import effective_length, effective_rows
+from .effective import effective_rows
 from .paired import conclusion, paired_differences, unpaired_conclusion
 from .units import interval_in_bytes, sizes_in_bytes
 
@@ -222,8 +222,6 @@ def comparison_table(curves: Mapping[str, ForgettingCurve]) -> str:
         if sizes:
             row |= {f"{method} in bytes": interval_in_bytes(curve.interval(method), sizes[name]) for method in METHODS}
         row["paper's fine, coarse"] = f"{curve.fine_length}, {curve.coarse_length}"
-        effective = effective_length(curve)
-        row["effective (85 % copied)"] = f"{effective.tokens}; {effective.interval if effective.known else 'unknown'}"
         row["measured"] = f"{curve.points[0].length} to {curve.points[-1].length}"
         row["training context"] = curve.settings.get("train_length", "-")
         row["bytes per token"] = curve.settings.get("bytes_per_token", "-")

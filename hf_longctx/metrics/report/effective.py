@@ -200,15 +200,8 @@ def effective_rows(results: Mapping[str, TaskResult]) -> tuple[tuple[str, ...], 
         for each model with unknown lengths.
     """
     sizes = sizes_in_bytes(results)
-    columns = (
-        "model",
-        "rule",
-        "threshold",
-        "effective length",
-        "95 % CI",
-        *["95 % CI in bytes"] * bool(sizes),
-        "tested",
-    )
+    columns = ("model", "rule", "threshold", "effective length", "95 % CI")
+    columns += ("95 % CI in bytes", "tested") if sizes else ("tested",)
     rows, sentences = [], []
     for name, result in results.items():
         measured, unknown = counts_by_length(result), []

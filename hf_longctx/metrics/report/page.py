@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from os import PathLike
@@ -124,7 +123,4 @@ def svg(result: Result) -> str | None:
     """Return the figure of a result as base64-encoded SVG. If nothing was measured, return None."""
     if not result.measured:
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figure.svg"
-        result.plot(file, train_length=result.settings.get("train_length"))
-        return base64.b64encode(file.read_bytes()).decode()
+    return base64.b64encode(result.picture("svg", train_length=result.settings.get("train_length"))).decode()

@@ -41,17 +41,6 @@ PAPER_POINTS = 32  # number of lengths in the paper
 RANDOM_TEXTS = ("seed", "repeats", "lengths", "id_range", "skipped_sha256", "bos_token_id", "eos_token_id")
 
 
-def span(lengths: Sequence[int]) -> str:
-    """Describe the number and range of lengths in words.
-
-    >>> span([800]), span([8, 16, 64])
-    ('length 800', '3 lengths from 8 to 64')
-    """
-    if len(lengths) == 1:
-        return f"length {lengths[0]}"
-    return f"{len(lengths)} lengths from {lengths[0]} to {lengths[-1]}"
-
-
 @dataclass(frozen=True)
 class ForgettingCurve(TaskResult):
     """The result of a forgetting curve. The scores are keyed by length."""
@@ -64,14 +53,14 @@ class ForgettingCurve(TaskResult):
         cls,
         points: Sequence[CurvePoint],
         settings: dict[str, Any] | None = None,
-        not_measured: dict[int, str] | None = None,
+        missing: dict[int, str] | None = None,
     ) -> Self:
         """Create a curve from points.
 
         Args:
             points: points of different lengths, in any order.
             settings: settings of the measurement.
-            not_measured: maps the lengths of missing points to the reasons.
+            missing: maps the lengths of missing points to the reasons.
         """
         points = sorted(points, key=lambda p: p.length)
         twice = [a.length for a, b in pairwise(points) if a.length == b.length]
@@ -82,7 +71,7 @@ class ForgettingCurve(TaskResult):
             | ({} if p.begin_locs is None else {"begins": [*p.begin_locs]})
             for p in points
         }
-        return cls(scores, settings or {}, not_measured or {})
+        return cls(scores, settings or {}, missing or {})
 
     def __post_init__(self):
         assert self.points is not None  # creates the points; their constructor checks the counts
@@ -97,13 +86,8 @@ class ForgettingCurve(TaskResult):
         """Whether all tokens of a passage are scored instead of its second half, because a cache is measured."""
         return self.settings.get("cache") is not None
 
-    @property
-    def not_measured(self) -> dict[int, str]:
-        """The reasons for missing points, keyed by length."""
-        return self.missing
-
     def span(self, keys):
-        return span(keys)
+        return f"length {keys[0]}" if len(keys) == 1 else f"{len(keys)} lengths from {keys[0]} to {keys[-1]}"
 
     @property
     def fine_length(self) -> MemoryLength:
@@ -192,7 +176,7 @@ class ForgettingCurve(TaskResult):
         fine = self.interval("fine")
         few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != self.points[0].length
         advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
-        passages = f"{self.repeats_in_words.replace('repeat', 'passage')} at {span([p.length for p in self.points])}"
+        passages = f"{self.repeats_in_words.replace('repeat', 'passage')} at {self.span([*self.scores])}"
         scored = ", all tokens scored" * self.whole
         return (
             f"{self.copies_in_words()} {self.exact_in_words()} Measured with {passages}{scored}{advice}{self.shortage}"
@@ -275,18 +259,8 @@ class ForgettingCurve(TaskResult):
         ]
 
     def table(self) -> Table:
-        columns = (
-            "length",
-            "scored tokens",
-            "copied above 99 %",
-            "worst copy",
-            "mean copy",
-            "± std",
-            "LM",
-            "± std",
-            "p",
-        )
-        columns += ("mean passes as",)
+        columns = ("length", "scored tokens", "copied above 99 %", "worst copy", "mean copy", "± std", "LM", "± std")
+        columns += ("p", "mean passes as")
         rows = [
             (
                 *(p.length, p.scored_tokens, f"{p.copied} of {p.repeats}"),
@@ -404,7 +378,7 @@ class Curve(Task):
             )
             samples = random_samples((id_range[0], id_range[1]), *drawing, skip=skip | {subject.bos, subject.eos})
             self.fill(id_range=id_range, skipped=skip)
-        self.fill(lengths=lengths, samples=samples, whole=getattr(subject.reader, "cache", None) is not None)
+        self.fill(lengths=lengths, samples=samples, whole=subject.reader.cache is not None)
 
     def choose_lengths(self) -> list[int]:
         """Return the lengths to measure: the option `lengths`, the preset, or a grid."""
