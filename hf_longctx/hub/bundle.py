@@ -40,12 +40,7 @@ FORBIDDEN = {
     "load the model, and save it as safetensors with save_pretrained",
     (".*",): "a hidden file (it can contain a secret): remove it",
 }
-LEFT_BY_TOOLS = (
-    ".git",
-    ".gitattributes",
-    ".cache",
-    ".eval_results",
-)  # files of git, `hf download` and the Hub; a push ignores them
+LEFT_BY_TOOLS = (".git", ".gitattributes", ".cache", ".eval_results")  # of git, `hf download` and the Hub; ignored
 MEASUREMENT = re.compile(r"[\w.-]+\.json")  # file names that a card can link to
 PACKAGE_CODE = {
     path.name: path

@@ -157,32 +157,20 @@ def _decay_range(theta: np.ndarray, first: int, step: int, size: int) -> np.ndar
     width = 1 << (size.bit_length() // 2)
     coarse = rotations(theta, first, step * width, -(-size // width))
     fine = rotations(theta, 0, step, width)
-    return real_product(coarse, fine).ravel()[:size]
+    table = np.concatenate([coarse.real, -coarse.imag]).T @ np.concatenate([fine.real, fine.imag])
+    return table.ravel()[:size]
 
 
 def rotations(theta: np.ndarray, first: int, step: int, size: int) -> NDArray[np.complex128]:
     """Compute exp(i (first + k step) theta) for k < size by repeated doubling. Return a complex array (n, size)."""
     z = np.empty((len(theta), size), dtype=np.complex128)
-    z[:, :1] = complex_exponential(first * theta[:, None])
+    z[:, :1] = np.exp(1j * first * theta)[:, None]
     done = 1
     while done < size:
         more = min(done, size - done)
-        rotation = complex_exponential(step * done * theta[:, None])
-        np.multiply(z[:, :more], rotation, out=z[:, done : done + more])
+        z[:, done : done + more] = z[:, :more] * np.exp(1j * step * done * theta)[:, None]
         done += more
     return z
-
-
-def complex_exponential(angle: np.ndarray) -> NDArray[np.complex128]:
-    """Return exp(i angle). This is faster than numpy's `exp` of an imaginary array."""
-    z = np.empty(angle.shape, dtype=np.complex128)
-    z.real, z.imag = np.cos(angle), np.sin(angle)
-    return z
-
-
-def real_product(coarse: NDArray[np.complex128], fine: NDArray[np.complex128]) -> np.ndarray:
-    """Return Re(coarse^T fine): the sum of cos(coarse angle + fine angle) over frequencies."""
-    return np.concatenate([coarse.real, -coarse.imag]).T @ np.concatenate([fine.real, fine.imag])
 
 
 def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:

@@ -495,8 +495,7 @@ def with_rope_parameters(source: Source) -> Any:
 def may_rotate(config: Any) -> bool:
     """Return whether a model type may use RoPE: its config class has a field for RoPE settings."""
     settings = {"rope_parameters", "rope_theta"} & getattr(type(config), "__dataclass_fields__", {}).keys()
-    of_transformers = type(config).__module__.startswith("transformers.models.")
-    return bool(settings) or not of_transformers or config.model_type in BASE_IN_CODE
+    return bool(settings) or not of_transformers(config) or config.model_type in BASE_IN_CODE
 
 
 # Frequencies --------------------------------------------------------------------------------------------------------

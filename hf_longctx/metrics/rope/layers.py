@@ -19,14 +19,8 @@ ROPE_ON_SLIDING_LAYERS_ONLY = (
     *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"),
 )
 WINDOW_UNUSED = (  # the config class defines sliding_window, but no attention mask depends on it
-    *(
-        "deepseek_ocr2_encoder",
-        "kyutai_speech_to_text",
-        "moshi",
-        "moshi_depth",
-        "qwen3_omni_moe_talker_code_predictor",
-    ),
-    *("qwen3_omni_moe_talker_text", "qwen3_omni_moe_text"),
+    *("deepseek_ocr2_encoder", "kyutai_speech_to_text", "moshi", "moshi_depth"),
+    *("qwen3_omni_moe_talker_code_predictor", "qwen3_omni_moe_talker_text", "qwen3_omni_moe_text"),
 )
 WINDOW_IGNORES_LAYER_TYPES = ("minimax",)  # every attention layer has the window
 INCLUSIVE_WINDOW = (  # bidirectional attention: the largest distance is the window, not window - 1
@@ -67,17 +61,9 @@ def layer_kinds(config: Any, notes: list[str]) -> list[str]:
         return config.layer_types
     window, kinds = layer_setting(config, 0, "sliding_window"), getattr(config, "layer_types", None)
     has_window = defines(config, "sliding_window") and config.model_type not in WINDOW_UNUSED
-    for name, value, used in (
-        ("sliding_window", window, has_window),
-        ("layer_types", kinds, defines(config, "layer_types")),
-        (
-            "attention_chunk_size",
-            getattr(config, "attention_chunk_size", None),
-            defines(config, "attention_chunk_size"),
-        ),
-        ("no_rope_layers", getattr(config, "no_rope_layers", None), defines(config, "no_rope_layers")),
-    ):
-        if value and not used:
+    settings = {name: getattr(config, name, None) for name in ("attention_chunk_size", "no_rope_layers")}
+    for name, value in {"sliding_window": window, "layer_types": kinds, **settings}.items():
+        if value and not (has_window if name == "sliding_window" else defines(config, name)):
             short = f" = {value}" if isinstance(value, int) else ""
             notes.append(f"the code of {config.model_type} in transformers ignores {name}{short}")
     if not kinds or not defines(config, "layer_types"):

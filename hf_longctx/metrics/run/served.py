@@ -225,15 +225,10 @@ class ServedModel(PromptReader):
         if model is not None and names and model not in names:
             raise ValueError(f"model must be one of {names}, got {model!r}. {self.base_url} serves these models.")
         model = names[0] if model is None else model
-        self.reported = {
-            name: entry[name]
-            for entry in entries
-            if entry.get("id") == model
-            for name in ("root", "created")
-            if name in entry
-        }
-        limits = [entry.get("max_model_len") for entry in entries if entry.get("id") == model]
-        return model, limits[0] - 1 if limits and limits[0] else None  # a request must generate a token
+        entry = next((entry for entry in entries if entry.get("id") == model), {})
+        self.reported = {name: entry[name] for name in ("root", "created") if name in entry}
+        limit = entry.get("max_model_len")
+        return model, limit - 1 if limit else None  # a request must generate a token
 
     def _check_log_probs(self):
         """Raise ValueError or RuntimeError if the server does not report log-probabilities at the right positions."""
