@@ -15,6 +15,7 @@ pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-long
 
 from faults import log, losses, make
 from safetensors.torch import load_file, save_file
+from small_llama import save_llama
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -47,19 +48,9 @@ IDS = torch.randint(3, VOCABULARY, (2, 60), generator=torch.Generator().manual_s
 @pytest.fixture(scope="module")
 def llama(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
-    sizes = dict(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            max_position_embeddings=64,
-            tie_word_embeddings=getattr(request, "param", False),
-            **sizes,
-        )
-    )
-    model.save_pretrained(folder)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+    tied = getattr(request, "param", False)
+    save_llama(folder, **sizes, max_position_embeddings=64, tie_word_embeddings=tied)
     AutoTokenizer.from_pretrained(DEMO, model_max_length=64).save_pretrained(folder)
     (folder / "text.txt").write_text("The fox forgets what it no longer needs. " * 60)
     return folder

@@ -12,11 +12,11 @@ pytest.importorskip("peft", reason="training needs accelerate and peft: pip inst
 from faults import SIZES as SMALL
 from faults import log, make
 from safetensors.torch import load_file, save_file
+from small_llama import SIZES, save_llama
 from transformers import (
     AutoTokenizer,
     BertConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
 )
@@ -110,13 +110,6 @@ def finished_run(tmp_path_factory):
 def finished(finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "copy")
     return tmp_path / "copy"
-
-
-def save_llama(folder, **changes):
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_attention_heads=2)
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, **changes)).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
 
 
 def finetuning(folder, **changes):
@@ -217,9 +210,8 @@ def test_incomplete_checkpoints_are_removed_and_copies_left_alone(stopped):
 )
 def test_a_base_that_lacks_weights_is_refused(changes, says, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_attention_heads=2)
-    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(tmp_path / "base")
-    LlamaConfig(**sizes | {"num_hidden_layers": 1} | changes).save_pretrained(tmp_path / "base")
+    save_llama(tmp_path / "base")
+    LlamaConfig(**SIZES | changes).save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match=rf"does not contain weights that its config.json requires.*{says}"):
         train(settings(tmp_path, recipe="lora", model=str(tmp_path / "base"), gradient_accumulation_steps=1))
 

@@ -15,13 +15,12 @@ from mistakes import refused
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
 
 from faults import SIZES, log, make
+from small_llama import save_llama
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -248,26 +247,21 @@ def finished(tmp_path_factory):
     return folder / "run"
 
 
-def save_llama(folder, **changes):
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2) | changes
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=True, **sizes)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
-    return str(folder)
+tied_llama = partial(save_llama, max_position_embeddings=64, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="module")
 def adapted(finished, tmp_path_factory):
     """The folder of a run that has trained an adapter."""
     folder = tmp_path_factory.mktemp("adapted")
-    finetune(model=save_llama(folder / "llama"))(SimpleNamespace(path=folder, text=finished.parent / "text.txt"))
+    finetune(model=tied_llama(folder / "llama"))(SimpleNamespace(path=folder, text=finished.parent / "text.txt"))
     return folder / "run"
 
 
 @pytest.fixture
 def kit(tmp_path, finished, adapted):
     paths = dict(path=tmp_path, text=finished.parent / "text.txt", tokenizer=str(DEMO), finished=finished)
-    return SimpleNamespace(**paths, adapted=adapted, llama=partial(save_llama, tmp_path / "llama"))
+    return SimpleNamespace(**paths, adapted=adapted, llama=partial(tied_llama, tmp_path / "llama"))
 
 
 @pytest.mark.parametrize("mistake", [*SETTINGS, *RUNS, *FINETUNING], ids=str)

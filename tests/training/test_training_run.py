@@ -14,8 +14,9 @@ pytest.importorskip("peft", reason="training needs accelerate and peft: pip inst
 import faults
 from accelerate.commands.config.config_args import load_config_from_file
 from faults import FAULTS, SIZES, log, losses, make, make_apart
+from small_llama import save_llama
 from torch._dynamo.backends.debugging import aot_eager
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from hf_longctx import FoxForCausalLM
 from hf_longctx.corpus import stdlib_text
@@ -177,11 +178,8 @@ def test_accelerate_reads_its_config_files(file):
 
 @pytest.mark.parametrize("recipe, sharded", [("fox-from-llama", True), ("rope-extend", False)])
 def test_processes_train_one_adapter(recipe, sharded, apart, text, tmp_path):
-    torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
-    )
-    LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)).save_pretrained(tmp_path / "llama")
+    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4)
+    save_llama(tmp_path / "llama", **sizes, max_position_embeddings=64)
     sizes = dict(max_length=128 if recipe == "rope-extend" else 32, max_steps=2, learning_rate=1e-2, warmup_steps=0)
     weights = []
     for processes in (1, 2):
