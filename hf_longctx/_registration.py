@@ -1,46 +1,35 @@
-"""Lazy registration of our models with transformers' Auto classes.
+"""Registration of our models with transformers' Auto classes, without importing the models.
 
-`AutoModel.register` requires classes, and importing our classes takes seconds. Instead, we add the names of our
-classes to the mappings of the Auto classes. Each name refers to a module that is imported at first use.
+The Auto classes register classes, and importing ours doubles the time of `import hf_longctx`. We therefore register a
+stand-in for each config class. When a stand-in first creates a config, it imports the subpackage of the model. The
+subpackage registers the config class, in place of the stand-in, and the model classes.
 """
 
 import importlib
-import types
 from typing import Any
 
-from transformers.models.auto import configuration_auto, modeling_auto
+from transformers import AutoConfig, PreTrainedConfig
 
 
-HEADS = {
-    "MODEL": "FoxModel",
-    "MODEL_FOR_CAUSAL_LM": "FoxForCausalLM",
-    "MODEL_FOR_QUESTION_ANSWERING": "FoxForQuestionAnswering",
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION": "FoxForSequenceClassification",
-    "MODEL_FOR_TOKEN_CLASSIFICATION": "FoxForTokenClassification",
-}
-# Config class and model classes by model type. A model type is also the name of a subpackage. The keys of the model
-# classes are the names of transformers' mappings.
-MODELS = {"fox": ("FoxConfig", HEADS), "hmt": ("HMTConfig", {"MODEL_FOR_CAUSAL_LM": "HMTWrapper"})}
+CONFIGS = {"fox": "FoxConfig", "hmt": "HMTConfig"}  # a model type is also the name of a subpackage
 
 
-class LazyModule(types.ModuleType):
-    """A proxy that imports our module when an attribute is first accessed."""
+class StandIn(PreTrainedConfig):
+    """A config class that creates configs of the class with the same name in the subpackage `model_type`."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looks up dunder names on every module
-            raise AttributeError(name)
-        return getattr(importlib.import_module(self.__name__), name)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.config_class()(*args, **kwargs)
+
+    @classmethod
+    def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.config_class().from_dict(*args, **kwargs)
+
+    @classmethod
+    def config_class(cls) -> Any:
+        return getattr(importlib.import_module(f"{__package__}.{cls.model_type}"), cls.__name__)
 
 
 def register_with_auto_classes() -> None:
-    """Add the names of our classes to the mappings of the Auto classes."""
-    for model_type, (config, models) in MODELS.items():
-        module = LazyModule(f"{__package__}.{model_type}")
-        configuration_auto.CONFIG_MAPPING_NAMES[model_type] = config
-        configuration_auto.CONFIG_MAPPING._modules[model_type] = module
-        for mapping, name in models.items():
-            # with label smoothing, Trainer shifts labels only for the causal models in this mapping
-            getattr(modeling_auto, f"{mapping}_MAPPING_NAMES")[model_type] = name
-            lazy_mapping = getattr(modeling_auto, f"{mapping}_MAPPING")
-            lazy_mapping._modules[model_type] = module
-            lazy_mapping._reverse_config_mapping[config] = model_type
+    """Register a stand-in for each of our config classes."""
+    for model_type, name in CONFIGS.items():
+        AutoConfig.register(model_type, type(name, (StandIn,), {"model_type": model_type}))

@@ -31,16 +31,19 @@ assert "transformers" not in sys.modules
 for order in {ORDERS}:
     if os.fork() == 0:
         exec(order)
-        config = AutoConfig.for_model("fox", vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
-        print(type(AutoModelForCausalLM.from_config(config)).__name__, flush=True)
+        fox = dict(model_type="fox", vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+        config = AutoConfig.for_model("hmt", backbone_config=fox)
+        model = AutoModelForCausalLM.from_config(config)
+        print(type(model).__name__, type(model.backbone).__name__, flush=True)
         os._exit(0)
     os.wait()
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
-def test_the_auto_classes_know_fox():
-    assert run(IMPORT_IN_FORKS).split() == ["FoxForCausalLM"] * len(ORDERS)
+def test_the_auto_classes_know_our_models():
+    """Here, an HMT around a FoX: its config is created by arguments, and the config of its backbone from a dict."""
+    assert run(IMPORT_IN_FORKS).split() == ["HMTWrapper", "FoxForCausalLM"] * len(ORDERS)
 
 
 def test_every_public_name_can_be_imported():

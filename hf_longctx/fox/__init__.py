@@ -4,6 +4,9 @@
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 """
 
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from . import modeling_fox
 from .configuration_fox import FoxConfig
 from .convert import from_fla, from_llama, from_official, to_fla, to_official
@@ -14,9 +17,13 @@ from .plot import HeadMap, head_maps
 from .pruning import PrunedCache
 
 
+transformers.AutoConfig.register("fox", FoxConfig, exist_ok=True)
 FoxConfig.register_for_auto_class()
 for auto_class, name in modeling_fox.AUTO_MAP.items():
-    getattr(modeling_fox, name.removeprefix("modeling_fox.")).register_for_auto_class(auto_class)
+    model_class = getattr(modeling_fox, name.removeprefix("modeling_fox."))
+    getattr(transformers, auto_class).register(FoxConfig, model_class, exist_ok=True)
+    model_class.register_for_auto_class(auto_class)
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["fox"] = "FoxForCausalLM"  # with label smoothing, Trainer shifts labels for these only
 
 __all__ = [
     "FoxConfig",
