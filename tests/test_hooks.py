@@ -6,6 +6,7 @@ A row has a name in our code, the place in the library, a text that stands there
 import importlib
 import inspect
 import platform
+import re
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ HOOKS = [
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "auto takes what has derivatives"),
     ("_is_exporting_flag", "torch.compiler", "return _is_exporting_flag", "an export is not any compilation"),
     (
-        "torch._C._are_functorch_transforms_active()",
+        "torch._C._are_functorch_transforms_active",
         "torch.autograd:backward",
         "if torch._C._are_functorch_transforms_active():",
         "no kernel of ours under a transform of torch.func",
@@ -114,6 +115,12 @@ HOOKS = [
     ("init_dynamic_modules", "evaluate.loading", '".py")).stat().st_mtime', "metrics found by their bare names"),
     ("init_dynamic_modules", "evaluate.loading", 'f"evaluate-{current_type}--{path}"', "metrics found by bare names"),
 ]
+
+
+def test_private_names_of_torch_are_in_one_file_of_fox():
+    private = re.compile(r"\btorch\.(\w+\.)*_(?!_)|forward_ad\._|\._is_zerotensor")
+    files = {file.name for file in FILES if file.parent.name == "fox" and private.search(file.read_text())}
+    assert files == {"torch_internals_fox.py"}
 
 
 NEWER = {"config=self.model.config.get_text_config()", "auto_switch_to_flash"}  # FoX asks for this transformers there

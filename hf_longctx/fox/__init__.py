@@ -23,7 +23,8 @@ for auto_class, name in modeling_fox.AUTO_MAP.items():
     model_class = getattr(modeling_fox, name.removeprefix("modeling_fox."))
     getattr(transformers, auto_class).register(FoxConfig, model_class, exist_ok=True)
     model_class.register_for_auto_class(auto_class)
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["fox"] = "FoxForCausalLM"  # with label smoothing, Trainer shifts labels for these only
+# with label smoothing, Trainer shifts the labels of the models in this dict only
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["fox"] = "FoxForCausalLM"
 
 __all__ = [
     "FoxConfig",

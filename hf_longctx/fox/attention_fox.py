@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.forward_ad import unpack_dual
 
+from .torch_internals_fox import is_exporting, is_transforming
+
 
 GATE_PARTS = 3
 GATE_QUERY = 64.0
@@ -36,11 +38,6 @@ CLOSED_GATE = -120.0
 # Additive mask values below -1e4 hide a key. They are replaced with float32's minimum, because a decay can be lower
 # than float16's minimum, -65504.
 MASKED = -1e4
-
-
-def is_exporting() -> bool:
-    """Return whether `torch.export` is tracing."""
-    return getattr(torch.compiler, "_is_exporting_flag", False)  # torch 2.11 compiles its is_exporting() to True
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -123,7 +120,7 @@ def columns_for(x, heads, gates_per_key):
     """Return the `constant_columns` for x, (B, H, T, D). If x is a plain tensor, the result is cached."""
     traced = torch.compiler.is_compiling() or type(x) is not torch.Tensor
     # tensors created inside a torch.func transform must not be cached
-    make = constant_columns if traced or torch._C._are_functorch_transforms_active() else cached_columns
+    make = constant_columns if traced or is_transforming() else cached_columns
     return make(x.shape[3], heads, gates_per_key, x.dtype, x.device)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -35,6 +34,7 @@ from .kernels_fox import triton
 from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
 from .state_fox import AttendingCache, AttendingLayer, CachedLayer, Call
 from .tiles_fox import DECODE_ROWS
+from .torch_internals_fox import is_in_forward_mode, is_transforming
 from .triton_fox import (
     attention_from_sums,
     is_decoding,
@@ -70,7 +70,7 @@ def choose_implementation(config, x: torch.Tensor, cache=None) -> str:
         return "sdpa"
     if x.shape[0] * x.shape[1] < KERNEL_TOKENS or (config.attention_dropout > 0 and torch.is_grad_enabled()):
         return "sdpa"
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if is_in_forward_mode() or is_transforming():
         return "sdpa"  # the kernels do not support all derivatives
     if isinstance(cache, AttendingCache) and cache.is_compileable:
         return "sdpa"

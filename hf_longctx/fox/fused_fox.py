@@ -15,13 +15,14 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 from transformers.activations import ACT2FN
 
 from .attention_fox import autocast_dtype
 from .kernels_fox import jit, jit_any_length, load_tokens, store_tokens, triton
 from .state_fox import shift_tokens
 from .tiles_fox import DECODE_ROWS, Tile, padded
+from .torch_internals_fox import is_in_forward_mode
 from .triton_fox import DTYPES, MAX_HEAD_DIM, _on, blocks_of, is_traced, launch, needs_grad, processors, why_not
 
 
@@ -319,7 +320,7 @@ def can_fuse(*tensors: torch.Tensor) -> bool:
         and x.shape[-1] <= MAX_HEAD_DIM
         and all(y.dtype in DTYPES for y in tensors)
         and not is_traced(*tensors)
-        and forward_ad._current_level < 0
+        and not is_in_forward_mode()
     )
 
 

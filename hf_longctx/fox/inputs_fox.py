@@ -16,9 +16,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import is_flash_attention_requested
 
-from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width, is_exporting
+from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width
 from .backend_fox import NAME, find_triton_mask, resolve_auto, with_implementation
 from .state_fox import AttendingCache, Call
+from .torch_internals_fox import is_exporting
 
 
 NO_QUANTIZED_CACHE = (

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from .torch_internals_fox import assert_async
+
 
 class VisibleKeys(NamedTuple):
     """The keys that the queries of one call attend to. They are the same in every layer of a model.
@@ -69,7 +71,7 @@ def find_visible_keys(
     stop = start + token_mask.sum(-1, keepdim=True)
     one_block = (token_mask == ((t >= start) & (t < stop))).all()
     if compiling:
-        torch._assert_async(one_block, "compiled Triton attention: attention_mask has padding between real tokens")
+        assert_async(one_block, "compiled Triton attention: attention_mask has padding between real tokens")
     elif not one_block:
         return None
     first = torch.where(slots < stop, torch.maximum(first, start), Tk)

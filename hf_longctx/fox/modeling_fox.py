@@ -40,6 +40,7 @@ from .fused_fox import can_fuse, fused_heads, fused_norm
 from .inputs_fox import NO_QUANTIZED_CACHE, create_attention_mask, read_call, read_token_mask
 from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
 from .state_fox import AttendingCache, CachedLayer, Call, replace_shift_layers, shift_tokens
+from .torch_internals_fox import MODULE_HOOKS
 from .triton_fox import why_not
 
 
@@ -63,9 +64,6 @@ class FoxRMSNorm(FoxHeadRMSNorm):
     """RMSNorm over the last dimension, with one weight vector: (..., D) -> (..., D), weight (D)."""
 
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
 def are_ours(*modules: nn.Module | None) -> bool:
     """Return whether all `modules` are unmodified instances of classes in this file.
 
@@ -75,7 +73,7 @@ def are_ours(*modules: nn.Module | None) -> bool:
     return not torch.compiler.is_compiling() and all(
         type(module) in (FoxRMSNorm, FoxHeadRMSNorm, FoxShiftWeight)
         and "forward" not in vars(module)
-        and not any(getattr(module, name) for name in HOOKS)
+        and not any(getattr(module, name) for name in MODULE_HOOKS)
         for module in modules
     )
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from .attention_fox import CLOSED_GATE, autocast_inputs, cumulative_sum, fold_keys, fold_queries
 from .kernels_fox import INTERPRETED
 from .key_ranges_fox import find_visible_keys
+from .torch_internals_fox import assert_async
 from .triton_fox import triton_attention, why_not
 
 
@@ -143,7 +144,7 @@ def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
     """Compute the start of each token's sequence, (1, T), from the boundaries `cu_seqlens`, (N + 1,)."""
     if torch.compiler.is_compiling():  # `check_inputs` checks nothing while compiling
         rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
-        torch._assert_async(rising, "compiled Triton attention: cu_seqlens must increase from 0 to the token count")
+        assert_async(rising, "compiled Triton attention: cu_seqlens must increase from 0 to the token count")
     cu_seqlens, t = cu_seqlens.long(), torch.arange(T, device=cu_seqlens.device)
     return cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1][None]
 

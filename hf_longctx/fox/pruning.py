@@ -54,8 +54,8 @@ from .ragged_cache import (
     RaggedLayer,
     StaticRaggedHybridLayer,
     StaticRaggedLayer,
-    mark_static,
 )
+from .torch_internals_fox import mark_static
 
 
 logger = logging.get_logger(__name__)

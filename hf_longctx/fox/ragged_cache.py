@@ -15,6 +15,7 @@ from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width
 from .backend_fox import eager_attention_forward, sdpa_without_cudnn
 from .key_ranges_fox import VisibleKeys
 from .state_fox import AttendingCache, AttendingLayer, DynamicShiftLayer
+from .torch_internals_fox import mark_static
 
 
 class HeadGroup:
@@ -363,13 +364,6 @@ class StaticRaggedHybridLayer(StaticRaggedLayer, LinearAttentionAndFullAttention
     def reset(self):
         super().reset()
         self.is_conv_states_initialized[0] = False
-
-
-def mark_static(*tensors):
-    """Declare that these tensors will keep their addresses. CUDA graphs may then write to them."""
-    if not torch.compiler.is_compiling():
-        for tensor in tensors:
-            torch._dynamo.mark_static_address(tensor)
 
 
 class RaggedCache(AttendingCache):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -22,7 +21,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from .attention_fox import is_exporting, unfold_decay
+from .attention_fox import unfold_decay
+from .torch_internals_fox import is_exporting, is_in_forward_mode
 
 
 # Number of token-shift states in a dynamic cache. All but one of them can be cropped.
@@ -287,7 +287,7 @@ class CachedLayer:
             and layer.keys.dtype == k.dtype
             and not torch.is_grad_enabled()
             and not torch.jit.is_tracing()
-            and forward_ad._current_level < 0  # of derivatives
+            and not is_in_forward_mode()
         )
         if not in_place:
             return self.cache.update(k, v, self.index)

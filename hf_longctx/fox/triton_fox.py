@@ -10,12 +10,8 @@ import re
 
 import torch
 from torch import Tensor, library
-from torch._C._functorch import is_legacy_batchedtensor
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .kernels_fox import (
     INTERPRETED,
@@ -36,6 +32,14 @@ from .key_ranges_fox import (
     find_query_end,
 )
 from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, prune_blocks, tiles_for
+from .torch_internals_fox import (
+    FakeTensor,
+    FunctionalTensor,
+    is_in_torch_dispatch_mode,
+    is_legacy_batchedtensor,
+    is_transforming,
+    is_zerotensor,
+)
 
 
 MAX_HEAD_DIM = 256
@@ -304,13 +308,13 @@ def is_traced(*tensors: Tensor) -> bool:
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
+        or is_transforming()
         or not all(map(_is_plain, tensors))
     )
 
 
 def _is_plain(x: Tensor) -> bool:
-    virtual = x.is_meta or x.is_neg() or x._is_zerotensor()  # without data, lazily negated or lazily zero
+    virtual = x.is_meta or x.is_neg() or is_zerotensor(x)  # without data, lazily negated or lazily zero
     # The vmap of `is_grads_batched` is not a functorch transform.
     return type(x) in (Tensor, torch.nn.Parameter) and not virtual and not is_legacy_batchedtensor(x)
 

@@ -13,7 +13,8 @@ from .state_hmt import HMTState
 
 AutoConfig.register("hmt", HMTConfig, exist_ok=True)
 AutoModelForCausalLM.register(HMTConfig, HMTWrapper, exist_ok=True)
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["hmt"] = "HMTWrapper"  # with label smoothing, Trainer shifts labels for these only
+# with label smoothing, Trainer shifts the labels of the models in this dict only
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["hmt"] = "HMTWrapper"
 # `save_pretrained` copies the code next to the weights, so that trust_remote_code works without this package
 HMTConfig.register_for_auto_class()
 HMTWrapper.register_for_auto_class("AutoModelForCausalLM")
