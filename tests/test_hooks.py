@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 import pytest
-import transformers
 
 import hf_longctx
 from hf_longctx.fox.compat_fox import CACHE
@@ -34,15 +33,12 @@ HOOKS = [
         "losses of parts of a row",
     ),
     ("on_save", TRAINER, "self.callback_handler.on_save(self.args", "a complete checkpoint is marked"),
-    ("lr_scheduler", TRAINER, "if self.lr_scheduler is None:", "the learning rate falls in steps"),
     ("gather_function", TRAINER, "self.gather_function(losses", "losses of parts of a row are added"),
-    ("_loss_function", MODEL, "self._loss_function = value", "the loss in pieces"),
     ("unset_hf_deepspeed_config", "transformers.integrations.deepspeed", "def unset_hf_deepspeed_config", "ZeRO-3"),
     ("num_processes", f"{SHARDS}:BatchSamplerShard", "self.num_processes", "groups of processes share rows"),
     ("process_index", f"{SHARDS}:BatchSamplerShard", "self.process_index", "groups of processes share rows"),
     ("even_batches", f"{SHARDS}:BatchSamplerShard", "self.even_batches", "groups of processes share rows"),
     ("cp_size", "accelerate.parallelism_config:ParallelismConfig", "cp_size", "accelerate may not divide rows"),
-    ("is_gradient_checkpointing", "peft.peft_model", "is_gradient_checkpointing", "a warning of PEFT is left out"),
     ("_can_set_attn_implementation", MODEL, "self._can_set_attn_implementation()", "the implementation can change"),
     (
         "_prepare_cache_for_generation",
@@ -101,9 +97,6 @@ HOOKS = [
     ("keys_to_ignore_at_inference", TRAINER, '"keys_to_ignore_at_inference"', "an evaluation gathers no caches"),
     ("PagedAttentionCache", f"{BATCHING}.input_outputs", "cache=self.cache,", "pages are known by their type"),
     ("warning_once", "transformers.utils.logging", "logging.Logger.warning_once = ", "one warning for all folders"),
-    ("_create_batch_processor", f"{BATCHING}.continuous_api", "self._create_batch_processor()", "pages with gates"),
-    ("self.config", f"{BATCHING}.continuous_api", "config=self.model.config.get_text_config()", "pages with gates"),
-    ("auto_switch_to_flash", f"{BATCHING}.continuous_api", "auto_switch_to_flash", "pages that FoX reads itself"),
     (
         "library.FoxForCausalLM",
         "transformers.cli.serving.model_manager",
@@ -123,13 +116,8 @@ def test_private_names_of_torch_are_in_one_file_of_fox():
     assert files == {"torch_internals_fox.py"}
 
 
-NEWER = {"config=self.model.config.get_text_config()", "auto_switch_to_flash"}  # FoX asks for this transformers there
-
-
 @pytest.mark.parametrize("name, place, text, purpose", HOOKS, ids=lambda value: value if value.isidentifier() else "")
 def test_the_hook_is_still_there(name, place, text, purpose):
-    if text in NEWER and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
-        pytest.skip("continuous batching of FoX needs transformers 5.23")
     users = [str(file.relative_to(TESTS.parent)) for file in FILES if name in file.read_text()]
     assert users, f"No file of ours has {name} any more: remove the row."
     module, _, attribute = place.partition(":")

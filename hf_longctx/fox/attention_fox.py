@@ -104,13 +104,17 @@ def constant_columns(head_dim, heads, gates_per_key, dtype, device):
     The columns for queries are (heads or 1, 1, D' - D). The columns for keys are a vector.
     """
     added = folded_width(head_dim, gates_per_key, device) - head_dim
-    gates = GATE_QUERY * torch.eye(gates_per_key, dtype=dtype, device=device).repeat_interleave(GATE_PARTS, dim=1)
-    query = F.pad(gates, (0, added - gates.shape[1]))[:, None]
-    if gates_per_key > 1:  # one row per query head of a key head
-        query = query.repeat(heads // gates_per_key, 1, 1)
-    key = torch.zeros(added - gates.shape[1], dtype=dtype, device=device)
+    key = torch.zeros(added - GATE_PARTS * gates_per_key, dtype=dtype, device=device)
     key[0] = GATE_QUERY
-    return query, key
+    return query_columns(added, heads, gates_per_key, dtype, device), key
+
+
+def query_columns(added, heads, gates_per_key, dtype=None, device=None):
+    """Return the columns that select the gate parts of each query head, (heads or 1, 1, added)."""
+    gates = GATE_QUERY * torch.eye(gates_per_key, dtype=dtype, device=device).repeat_interleave(GATE_PARTS, dim=1)
+    columns = F.pad(gates, (0, added - gates.shape[1]))[:, None]
+    # one row per query head of a key head
+    return columns.repeat(heads // gates_per_key, 1, 1) if gates_per_key > 1 else columns
 
 
 cached_columns = lru_cache(maxsize=64)(constant_columns)  # saves small operations in decoding
@@ -158,6 +162,11 @@ def gate_parts(x):
     return first if y is x else x + (first - y), second, rest - second
 
 
+def decay_columns(c, scale):
+    """Return the columns of keys that store the decay: (..., gates per key head) -> (..., parts) fp32."""
+    return torch.stack(gate_parts(c / (-GATE_QUERY * scale)), dim=-1).flatten(-2)
+
+
 def fold_keys(k, c, scale):
     """Append the decay to the keys.
 
@@ -171,8 +180,7 @@ def fold_keys(k, c, scale):
     """
     batch, kv_heads, length, _ = k.shape
     group = c.shape[1] // kv_heads
-    x = (c / (-GATE_QUERY * scale)).view(batch, kv_heads, group, length).transpose(2, 3)  # (B, Hkv, T, G)
-    parts = torch.stack(gate_parts(x), dim=-1).flatten(-2)
+    parts = decay_columns(c.reshape(batch, kv_heads, group, length).transpose(2, 3), scale)  # (B, Hkv, T, G * parts)
     columns = columns_for(k, c.shape[1], group)[1].expand(batch, kv_heads, length, -1)
     return torch.cat([k, parts.to(k.dtype), columns], dim=-1)
 

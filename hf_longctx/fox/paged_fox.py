@@ -7,6 +7,7 @@ after the pages have been read.
 
 import copy
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.generation import GenerationMixin
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .attention_fox import MASKED, fold_keys, fold_queries, folded_width, running_sum, unfold_decay
-from .backend_fox import run_backend
+from .backend_fox import AUTO, run_backend
 
 
 def has_pages(cache) -> bool:
@@ -24,6 +25,15 @@ def has_pages(cache) -> bool:
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     return isinstance(cache, PagedAttentionCache)
+
+
+def paged_implementation(config) -> str:
+    """Return the attention implementation that reads pages. "auto" selects SDPA, because our kernels do not read them.
+
+    While requests are processed, transformers adds a prefix to the implementation in `config`.
+    """
+    name = config._attn_implementation.removeprefix("paged|")
+    return "sdpa" if name == AUTO else name
 
 
 def paged_hidden_states(model, hidden_states, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
@@ -78,8 +88,7 @@ def paged_attention(attention, x, position_embeddings, mask, cache, **kwargs) ->
         k = attention.k_norm(k.transpose(1, 2)).transpose(1, 2)
     q = fold_queries(q, log_f, attention.scaling, attention.gates_per_key)
     k, v = fold_keys(k, c, attention.scaling), F.pad(v, (0, width - attention.head_dim))  # (1, Hkv, all, D')
-    name = attention.config._attn_implementation.removeprefix("paged|").replace("auto", "sdpa")
-    o, _ = run_backend(name, attention, q, k, v, mask, **kwargs)
+    o, _ = run_backend(paged_implementation(attention.config), attention, q, k, v, mask, **kwargs)
     return attention.output(x, o)
 
 
@@ -108,9 +117,10 @@ class ContinuousBatching(GenerationMixin):
                 "continuous batching does not support a token shift together with RoPE or a sliding window: pages store "
                 "unshifted keys. Use `generate`."
             )
-        if config._attn_implementation.removeprefix("paged|") not in ("eager", "sdpa", "auto"):
+        name = paged_implementation(config)
+        if name not in ("eager", "sdpa"):
             raise NotImplementedError(
-                f"continuous batching of FoX does not support {config._attn_implementation!r}. The pages must be "
+                f"continuous batching of FoX does not support {name!r}. The pages must be "
                 "written by FoX, not by the kernels. Use model.set_attn_implementation('sdpa')."
             )
         update = PagedAttentionCache.update
@@ -118,20 +128,17 @@ class ContinuousBatching(GenerationMixin):
             raise NotImplementedError(
                 "continuous batching of FoX requires transformers>=5.23: pip install -U transformers"
             )
-        batching = copy.copy(continuous_batching_config or ContinuousBatchingConfig())
-        batching.auto_switch_to_flash = False
-
+        batching = replace(continuous_batching_config or ContinuousBatchingConfig(), auto_switch_to_flash=False)
         attention = self.model.layers[0].self_attn
         page_config = copy.copy(config)
         page_config.head_dim = folded_width(attention.head_dim, attention.gates_per_key, self.device)
         page_config.k_shift = page_config.v_shift = False  # plain attention pages, without convolution state
-        if config._attn_implementation == "auto":
-            page_config._attn_implementation = "sdpa"  # the implementation that `paged_attention` expects
-        # The manager reads the sizes of pages from `model.config` only (transformers 5.23).
-        self.config = page_config
-        try:
-            manager = super().init_continuous_batching(generation_config, batching, **kwargs)
-            manager.batch_processor = manager._create_batch_processor()
-        finally:
-            self.config = config
-        return manager
+        page_config._attn_implementation = name
+        # The manager reads the sizes of pages from its model's config. This model shares our modules, and persists,
+        # because transformers stores a persistent manager in it.
+        paged = vars(self).setdefault("paged", copy.copy(self))
+        vars(paged).update(vars(self), config=page_config)
+        return GenerationMixin.init_continuous_batching(paged, generation_config, batching, **kwargs)
+
+    def destroy_cached_continuous_batching_manager(self):
+        GenerationMixin.destroy_cached_continuous_batching_manager(vars(self).pop("paged", self))

@@ -12,8 +12,6 @@ from .config import FinetuneConfig, nearest
 
 
 BASE = "base.json"  # file with the fingerprint of the base model, in an adapter's folder
-# Hide a warning: PEFT 0.21 reads a property that transformers 5.23 renamed
-warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
 
 
 def add_lora(model, args: FinetuneConfig) -> PeftModel:
@@ -53,7 +51,9 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
     _widen(model, in_full)
     if args.get_recipe().changes_base:
         model.name_or_path = None  # the base is not the checkpoint of this name, so the adapter must not name it
-    return get_peft_model(model, lora)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT 0.21 reads a property that transformers 5.23 renamed
+        return get_peft_model(model, lora)
 
 
 def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
@@ -95,7 +95,9 @@ def load_adapter(model, folder: str | Path) -> PeftModel:
             )
     adapter: Any = PeftConfig.from_pretrained(str(folder))
     _widen(model, adapter.modules_to_save or ())
-    return PeftModel.from_pretrained(model, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # as in `add_lora`
+        return PeftModel.from_pretrained(model, folder)
 
 
 def _widen(model, names):

@@ -79,7 +79,7 @@ def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
         del decoder.forward
     if not is_equal:
         vars(head).pop("forward", None)
-        vars(model).pop("_loss_function", None)
+        model.loss_function = ForCausalLMLoss
     return is_equal
 
 

@@ -25,7 +25,7 @@ class LongContextTrainer(Trainer):
 
     def create_optimizer(self, model=None):
         is_new, ratio = self.optimizer is None, getattr(self.args, "gate_lr_ratio", 1.0)
-        optimizer, every = super().create_optimizer(model), getattr(self.args, "lr_decay_every", None)
+        optimizer = super().create_optimizer(model)
         if is_new and ratio != 1.0:
             trained: Any = self.model if model is None else model
             gates = dict.fromkeys(p for name, p in trained.named_parameters() if GATE.search(name) and p.requires_grad)
@@ -40,9 +40,13 @@ class LongContextTrainer(Trainer):
                 group["params"] = [p for p in group["params"] if p not in gates]
                 if moved:
                     optimizer.add_param_group({"params": moved, "lr": rate, "weight_decay": group["weight_decay"]})
-        if is_new and every is not None:
-            self.lr_scheduler = StepLR(optimizer, step_size=every, gamma=0.7)  # replaces Trainer's scheduler
         return optimizer
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        every = getattr(self.args, "lr_decay_every", None)
+        if self.lr_scheduler is None and every is not None:
+            self.lr_scheduler = StepLR(optimizer or self.optimizer, step_size=every, gamma=0.7)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:

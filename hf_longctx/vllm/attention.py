@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from ..fox.attention_fox import GATE_PARTS, GATE_QUERY, gate_parts
+from ..fox.attention_fox import decay_columns, query_columns
 from ..fox.configuration_fox import FoxConfig
 from ..fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, FoxShiftWeight
 from .checks import check_cache_dtype, gates_per_key, vllm_head_size
@@ -86,8 +86,12 @@ class FoxAttention(nn.Module):
             self.rotary_emb = get_rope(self.head_dim, max_position=limit, rope_parameters=config.rope_parameters)
 
         self.gates_per_key, self.width = gates_per_key(local), vllm_head_size(config)
+        added = self.width - self.head_dim
+        columns = torch.zeros(1, 1, added)
+        if self.gates_per_key:
+            columns = query_columns(added, local.num_attention_heads, self.gates_per_key)
         self.query_columns: torch.Tensor
-        self.register_buffer("query_columns", self.columns_of_queries(), persistent=False)
+        self.register_buffer("query_columns", columns[:, 0], persistent=False)  # (Hq or 1, D' - D)
         gates = local.num_key_value_heads * self.gates_per_key
         shifted = 2 * self.kv_size if config.k_shift or config.v_shift else 0
         self.state = None
@@ -106,14 +110,6 @@ class FoxAttention(nn.Module):
         )
         check_cache_dtype(self.attn.kv_cache_dtype)  # the checkpoint can set a cache dtype
 
-    def columns_of_queries(self):
-        """Return the extra query dimensions, (Hq, D' - D), which select the gate of each query head."""
-        columns = torch.zeros(self.config.num_attention_heads, self.width - self.head_dim)
-        if self.gates_per_key:
-            parts = torch.eye(self.gates_per_key).repeat_interleave(GATE_PARTS, dim=1)  # (G, G * parts)
-            columns[:, : parts.shape[1]] = GATE_QUERY * parts.repeat(len(columns) // self.gates_per_key, 1)
-        return columns
-
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         x, n = hidden_states, len(hidden_states)  # (N, hidden)
         q, kv = self.qkv_proj(x)[0].split([self.q_size, 2 * self.kv_size], dim=-1)
@@ -122,7 +118,7 @@ class FoxAttention(nn.Module):
         if self.rotary_emb is not None:
             q, k = self.rotary_emb(positions, q.flatten(1).contiguous(), k.flatten(1).contiguous())
             q, k = (y.view(n, -1, self.head_dim) for y in (q, k))
-        q = torch.cat([q, self.query_columns.to(q.dtype).expand(n, -1, -1)], dim=-1)
+        q = torch.cat([q, self.query_columns.to(q.dtype).expand(*q.shape[:2], -1)], dim=-1)
         k, v = self.fold_keys(k, c), F.pad(v, (0, self.width - self.head_dim))
         o = self.attn(q.flatten(1), k.flatten(1), v.flatten(1))
         o = self.o_norm(o.view(n, -1, self.width)[..., : self.head_dim]).flatten(1)
@@ -153,7 +149,6 @@ class FoxAttention(nn.Module):
     def fold_keys(self, k, c):
         """Append the decay `c`, (N, Hkv * G), to the keys, (N, Hkv, D). Return (N, Hkv, D')."""
         if self.gates_per_key:
-            x = (c / (-GATE_QUERY * self.scaling)).view(len(k), -1, self.gates_per_key)
-            parts = torch.stack(gate_parts(x), dim=-1).flatten(2).to(k.dtype)  # (N, Hkv, G * parts)
-            k = torch.cat([k, parts], dim=-1)
+            parts = decay_columns(c.view(len(k), -1, self.gates_per_key), self.scaling)  # (N, Hkv, G * parts)
+            k = torch.cat([k, parts.to(k.dtype)], dim=-1)
         return F.pad(k, (0, self.width - k.shape[-1]))

@@ -18,7 +18,7 @@ PROMPTS = [[*START, 5, 6], [*START, 7], tokens(1, 4, seed=5)[0].tolist(), tokens
 VARIANTS = ["llama", "pro", "window", "one gate per key head", "only v shift, shared norm, biases", "no gate"]
 
 
-def generate_batch(model, prompts, new=6, batching=None, **settings):
+def generate_batch(model, prompts, new=6, batching=None, persistent_manager=False, **settings):
     settings = dict(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0) | settings
     # Small pages and batches: prompts span several of both, and the common beginning is a page that two requests
     # share.
@@ -27,6 +27,7 @@ def generate_batch(model, prompts, new=6, batching=None, **settings):
         prompts,
         generation_config=GenerationConfig(**settings),
         continuous_batching_config=ContinuousBatchingConfig(**options),
+        persistent_manager=persistent_manager,
     )
     assert all(result.error is None for result in results.values())
     return [(result.generated_tokens, torch.tensor(result.logprobs)) for result in results.values()]
@@ -65,6 +66,29 @@ def test_several_answers_to_one_prompt(variant):
         scores = logits(model, torch.tensor([PROMPTS[0] + new]))[0, -len(new) - 1 : -1].log_softmax(-1)
         want = scores.gather(1, torch.tensor(new)[:, None])[:, 0]
         check_logits(logprobs, want)
+
+
+def test_a_manager_starts_again_with_pages_of_the_same_size():
+    model = make("pro")
+    settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(num_blocks=64, page_size=4, max_batch_tokens=24)
+    manager, answers = model.init_continuous_batching(settings, batching), []
+    for _ in range(2):
+        manager.start()
+        request = manager.add_request(PROMPTS[0])
+        answers.append(manager.get_result(request, timeout=60).generated_tokens)
+        manager.stop()
+    assert answers == [generate(model, PROMPTS[0])[0]] * 2
+
+
+def test_a_persistent_manager_is_used_again():
+    model = make("llama")
+    first = generate_batch(model, PROMPTS[:1], persistent_manager=True)
+    manager = model.init_continuous_batching()
+    assert generate_batch(model, PROMPTS[:1], persistent_manager=True)[0][0] == first[0][0]
+    assert model.init_continuous_batching() is manager
+    model.destroy_cached_continuous_batching_manager()
+    assert model.init_continuous_batching() is not manager
 
 
 def test_a_float16_mask_outweighs_any_decay():
