@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> None:
     words = [re.sub("^--[a-z0-9-]+", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in args.words]
     if words[:1] == ["run"] and not {"-h", "--help", "--include_path"} & set(words):
         words += ["--include_path", str(tasks_folder())]
-    before, sys.argv = sys.argv, ["lm_eval", *words]
+    before = sys.argv
+    sys.argv = ["lm_eval", *words]
     try:
         cli_evaluate()
     finally:

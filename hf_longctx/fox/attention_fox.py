@@ -164,7 +164,8 @@ def gate_parts(x):
 
 def decay_columns(c, scale):
     """Return the columns of keys that store the decay: (..., gates per key head) -> (..., parts) fp32."""
-    return torch.stack(gate_parts(c / (-GATE_QUERY * scale)), dim=-1).flatten(-2)
+    x = c / (-GATE_QUERY * scale)
+    return torch.stack(gate_parts(x), dim=-1).flatten(-2)
 
 
 def fold_keys(k, c, scale):

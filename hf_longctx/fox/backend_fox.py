@@ -191,7 +191,8 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
     if isinstance(end, torch.Tensor) and not decoding:
         end = int(end)
     if not isinstance(end, torch.Tensor):
-        key, value, end = key[:, :, :end], value[:, :, :end], None
+        key, value = key[:, :, :end], value[:, :, :end]
+        end = None
 
     heads, tolerance = query.shape[1], module.config.log_pruning_tolerance
     largest, bound_scale = logit_bound_of_norms(module, heads)

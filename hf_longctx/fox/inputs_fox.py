@@ -66,7 +66,8 @@ def read_call(
     if shard is not None:  # the checks use only the shape of the whole rows
         inputs_embeds = inputs_embeds.detach()[:, :1].expand(-1, shard.size * inputs_embeds.shape[1], -1)
     check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwargs)
-    (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
+    batch, length = inputs_embeds.shape[:2]
+    device = inputs_embeds.device
     token_mask = sequences = predecessor = successor = visible = None
     if isinstance(attention_mask, dict):
         token_mask = attention_mask["token_mask"]
@@ -250,9 +251,11 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
             f"a {type(cache).__name__} does not support a 4D attention_mask. It drops tokens under the assumption that "
             "all gates apply. Use DynamicCache(config=model.config)."
         )
-    cached, keys, offset = 0, length, 0
+    cached = offset = 0
+    keys = length
     if cache is not None:
-        cached, (keys, offset) = cache.get_seq_length(), cache.get_mask_sizes(length, 0)
+        cached = cache.get_seq_length()
+        keys, offset = cache.get_mask_sizes(length, 0)
     if tuple(mask.shape) not in ((batch, 1, length, keys), (1, 1, length, keys)):
         raise ValueError(
             f"a 4D attention_mask must be {(batch, 1, length, keys)}, got {tuple(mask.shape)}. It has one row of keys per "
@@ -365,7 +368,9 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
             f"this {kind} must have {config.num_hidden_layers} layers for this model, got {len(cache.layers)}. {repair}"
         )
     layer: Any = cache.layers[0] if cache.layers else None
-    gated, head_dim, keys = config.forget_gate != "none", config.head_dim, getattr(layer, "keys", None)
+    gated = config.forget_gate != "none"
+    head_dim = config.head_dim
+    keys = getattr(layer, "keys", None)
     if gated and hasattr(layer, "_quantize"):
         raise NotImplementedError(NO_QUANTIZED_CACHE)
     if keys is not None and keys.ndim == 4:

@@ -175,7 +175,9 @@ class RaggedLayer(AttendingLayer, DynamicLayer):
             tokens: number of tokens that the next call will add.
             read: a function of a head and a number n. It returns the last n keys, (B, n, D'), and values of the head.
         """
-        length, before, groups = int(self.length), self.dropped(), []
+        length = int(self.length)
+        before = self.dropped()
+        groups = []
         for capacity, lengths in self._plan([length - n for n in before], needed, tokens):
             dropped = [length - kept for kept in lengths.values()]
             group = HeadGroup(list(lengths), dropped, self.keys, capacity, self.queries_per_key)

@@ -176,7 +176,8 @@ class InPlaceBuffer:
         *rows, length, numbers = x.shape
         if self.latest() is not x or self.free == 0 or (x.is_inference() and not torch.is_inference_mode_enabled()):
             memory = x.new_empty(*rows, length + FREE_TOKENS, numbers)
-            x, self.free = memory[..., :length, :].copy_(x), FREE_TOKENS
+            x = memory[..., :length, :].copy_(x)
+            self.free = FREE_TOKENS
         self.free -= 1
         longer = x.as_strided((*rows, length + 1, numbers), x.stride(), x.storage_offset())
         longer[..., length:, :] = new

@@ -60,7 +60,9 @@ class NeuralCacheRetriever(Retriever):
 
     def mix_piece(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
         """Mix the cache's distribution into a chunk of the logits."""
-        weight, dtype, there = self.config.neural_cache_weight, logits.dtype, state["ends"] > 0
+        weight = self.config.neural_cache_weight
+        dtype = logits.dtype
+        there = state["ends"] > 0
         assert weight is not None
         logits = logits.to(torch.promote_types(dtype, torch.float32))
         keys, ids = state["keys"].flatten(1, 2), state["ids"][:, :, 1:].flatten(1)

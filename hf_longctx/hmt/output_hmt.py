@@ -95,12 +95,15 @@ def recall_fields(reports: list[list[Report]], length: int, ids: Tensor) -> dict
         length: L'.
         ids: token ids of the call, (B, T).
     """
-    batch, recalls, memories = len(ids), [], []
+    batch = len(ids)
+    recalls = []
+    memories = []
     for of_segment in reports:
         found: list[Any] = [x for x in of_segment if x.recall is not None and x.recall.weights is not None]
         made = [(x.part.rows, x.embedding) for x in of_segment if x.embedding is not None]
         memories += [join_rows(made, batch)] if made else []
-        weights, ends, distance = None, None, ids.new_zeros(batch, dtype=torch.long)
+        weights = ends = None
+        distance = ids.new_zeros(batch, dtype=torch.long)
         if found:
             weights = join_rows([(x.part.rows, x.recall.weights) for x in found], batch)
             ends = join_rows([(x.part.rows, x.recall.ends) for x in found], batch)

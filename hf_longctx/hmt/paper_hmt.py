@@ -71,7 +71,9 @@ def read_part(call: Call, state: HMTState, part: Part, query: Tensor | None, use
     """
     reader = call.reader
     is_full = part.stop == reader.length
-    start, recall, prompt = 0, None, reader.memory.initial[None] if part.segments[0] == 0 else None
+    start = 0
+    recall = None
+    prompt = reader.memory.initial[None] if part.segments[0] == 0 else None
     if prompt is None:
         start = -reader.k
         recall = reader.retrievers.retrieve(state.memory, query, part.ids[:, reader.k : reader.k + reader.j])

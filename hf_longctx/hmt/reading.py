@@ -112,7 +112,9 @@ def read_text(
             )
     elif path is not None and not Path(path).parent.is_dir():
         raise FileNotFoundError(f"The output folder {Path(path).parent} does not exist. Create it first.")
-    state, done, length = begun, 0 if begun is None else begun.position, model.config.segment_length
+    state = begun
+    done = 0 if begun is None else begun.position
+    length = model.config.segment_length
     begin = done + -done % length  # calls end at segment boundaries
     pieces = [ids[:, done:begin], *ids[:, begin:].split(SEGMENTS * length, 1)]
     with show_progress(name, ids.shape[1], done, progress) as update:

@@ -148,7 +148,11 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     names = sorted(path.name for path in folder.iterdir() if path.name not in LEFT_BY_TOOLS)
     check_names(folder, names)
     files: dict[str, Path | bytes] = {}
-    results, documents, samples, compressed, base_has_code = {}, {}, {}, set(), False
+    results = {}
+    documents = {}
+    samples = {}
+    compressed = set()
+    base_has_code = False
     for path in (folder / name for name in names if (folder / name).is_file()):
         if any(fnmatch.fnmatch(path.name, pattern) for pattern in KNOWN):
             files[path.name] = path
@@ -163,7 +167,8 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
         )
     if "config.json" in names:
         config, checkpoint = read_config(folder / "config.json"), Checkpoint(folder)
-        auto_map, files["config.json"] = config.get("auto_map") or {}, folder / "config.json"
+        auto_map = config.get("auto_map") or {}
+        files["config.json"] = folder / "config.json"
         if not auto_map and config.get("model_type") in AUTO_MAPS:
             auto_map = AUTO_MAPS[config["model_type"]]
             text = json.dumps(config | {"auto_map": auto_map}, indent=2, sort_keys=True) + "\n"

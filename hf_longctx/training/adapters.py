@@ -64,7 +64,9 @@ def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
     Args:
         names: names of the parameters to hash. Default: all unquantized parameters.
     """
-    config, digest, parameters = model.config, hashlib.sha256(), dict(model.named_parameters())
+    config = model.config
+    digest = hashlib.sha256()
+    parameters = dict(model.named_parameters())
     if names is None:
         names = sorted(name for name, parameter in parameters.items() if parameter.is_floating_point())
     for name in names:

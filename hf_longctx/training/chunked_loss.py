@@ -33,7 +33,9 @@ def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
     head, decoder = model.get_output_embeddings(), model.base_model
     if head is None or decoder is model or model.loss_function is not ForCausalLMLoss:
         return False
-    config, project, inputs = model.config.get_text_config(), head.forward, []
+    config = model.config.get_text_config()
+    project = head.forward
+    inputs = []
     scales = [getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier")]
     divisor = getattr(config, "logits_scaling", None)
     cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)

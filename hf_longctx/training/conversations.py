@@ -65,7 +65,9 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
         text, spans = render_turns(turns, first, excluded, tokenizer, options)
         ids, scored = encode_spans(text, spans, tokenizer, add_special_tokens=False)
     tokens = np.zeros(len(ids), TOKEN)
-    tokens["id"], tokens["scored"], tokens["first"][0] = ids, scored & (not is_excluded), True
+    tokens["id"] = ids
+    tokens["scored"] = scored & (not is_excluded)
+    tokens["first"][0] = True
     return tokens
 
 
@@ -212,7 +214,9 @@ def render_turns(
         return tokenizer.apply_chat_template(turns, tokenize=False, **options, **more)
 
     special = "|".join(map(re.escape, special_tokens(tokenizer)))
-    text, spans, after = render(turns), [], 0
+    text = render(turns)
+    spans = []
+    after = 0
     for number in answers:
         span = find_answer(text, turns, number, after, render, special)
         after = span[1]
@@ -309,7 +313,8 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[np.ndarray
     warning if an answer does not end with a special token.
     """
     special, is_reported = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), False
-    dropped, unknown, number = Counter(), Counter(), 0
+    dropped, unknown = Counter(), Counter()
+    number = 0
     for number, row in enumerate(rows, 1):
         try:
             tokens = encode_conversation(row, tokenizer)

@@ -98,7 +98,9 @@ class TokenDataset(Dataset):
         sequence = make_sequence(tokens, is_one_document=self.eos_token_id is None)
         if self.packing:
             return sequence
-        ids, labels, padding = sequence["input_ids"], sequence["labels"], (0, self.length - len(tokens))
+        ids = sequence["input_ids"]
+        labels = sequence["labels"]
+        padding = (0, self.length - len(tokens))
         return {
             "input_ids": F.pad(ids, padding),
             "attention_mask": F.pad(torch.ones_like(ids), padding),
@@ -204,11 +206,15 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
         ValueError: there are too few sequences for an optimizer step.
     """
     eos = None if is_one_document and args.packing else tokenizer.eos_token_id
-    loaded, hashes, shares, encoding = {}, [], (), digest_of_tokenizer(tokenizer)
+    loaded = {}
+    hashes = []
+    shares = ()
+    encoding = digest_of_tokenizer(tokenizer)
     for part, data in (("held_out", args.eval_data), ("train", args.data)):
         if data is None:
             continue
-        parts, (sources, shares) = [], zip(*split_mixture(str(data)))
+        parts = []
+        sources, shares = zip(*split_mixture(str(data)))
         for source in sources:
             path = Path(source)
             if path.suffix != ".npy":

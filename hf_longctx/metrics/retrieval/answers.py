@@ -239,7 +239,9 @@ class Retrieval(TaskResult):
         """
         numbers = []
         for counts in self.by_length():
-            rate, units, asked = counts.right / counts.asked, len(counts.shares), plural(counts.asked, "question")
+            rate = counts.right / counts.asked
+            units = len(counts.shares)
+            asked = plural(counts.asked, "question")
             sample = asked if units == counts.asked else f"{asked} about {plural(units, self.drawn)}"
             name = f"{self.title.lower()}, {RATES[self.rates_measured[0]]}: {counts.length} {self.size_unit}"
             low, high = wilson(rate, units) if units >= FEWEST else (None, None)

@@ -58,7 +58,9 @@ def needle_pieces(
         ValueError: the tokenizer encodes the answer as a single repeated id.
     """
     if frame is None:
-        before, prompt, answer = [bos], words.prompt, words.answer
+        before = [bos]
+        prompt = words.prompt
+        answer = words.answer
     else:
         before, prompt = encode(frame.head), words.question + frame.tail + words.begin
         answer = words.answer if words.begin else words.answer.strip()

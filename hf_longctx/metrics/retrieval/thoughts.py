@@ -75,7 +75,9 @@ def after_thought(response: str) -> str | None:
         elif thought is None and name in inline:
             answer, at = answer + response[at : inline.pop(name)], marker.end()
         elif kind == "c" and thought in (None, name):
-            thought, answer, begin, at = None, "", marker.end(), marker.end()
+            thought = None
+            answer = ""
+            begin = at = marker.end()
             inline.clear()
     return None if thought is not None else answer + response[at:]
 

@@ -515,10 +515,13 @@ def rope_of_layers(source: Source, group: LayerGroup, layers: list[int], claimed
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config, parameters, base = source.config, parameters_of(source.config, group.kind), group.base
+    config = source.config
+    parameters = parameters_of(source.config, group.kind)
+    base = group.base
     assert parameters is not None  # the layers of the group apply RoPE
     check_parameters(source, parameters)
-    rope_type, parameters["rope_theta"] = parameters["rope_type"], base
+    rope_type = parameters["rope_type"]
+    parameters["rope_theta"] = base
     layer = layer_config(config, layers[0])
     if getattr(layer, "head_dim", None) is None:
         layer.head_dim = required_int(layer, "hidden_size") // required_int(layer, "num_attention_heads")
@@ -559,7 +562,9 @@ def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
         ValueError: transformers does not define a parameter, so its effect on the frequencies is unknown.
         NotImplementedError: the rope type is unknown.
     """
-    config, notes, rope_type = source.config, source.notes, parameters["rope_type"]
+    config = source.config
+    notes = source.notes
+    rope_type = parameters["rope_type"]
     if rope_type not in READS:
         raise NotImplementedError(f"rope_type must be one of {', '.join(READS)}, got {rope_type!r}.")
     readable = {*" ".join(READS.values()).split()} - {"alpha"}

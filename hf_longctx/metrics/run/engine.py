@@ -238,7 +238,9 @@ class Engine:
         Yields:
             the logits of the last `scored` positions, in chunks (B, n, V) of n positions.
         """
-        length, unscored, start = ids.shape[1], ids.shape[1] - scored, 0
+        length = ids.shape[1]
+        unscored = ids.shape[1] - scored
+        start = 0
         step = max(1, self.tokens_per_pass // len(ids))
         rows = max(1, self.logits_per_pass // (len(ids) * self.vocab_size))
         changes = self.compressed and self.compressed.create is not full_cache

@@ -127,7 +127,8 @@ class GreedyCompletions:
             UnsupportedInput: the server returns text that does not determine the tokens at some positions.
         """
         rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
-        first, stop, workers = positions.start + 1, positions.stop + 1, self.server.concurrency
+        first, stop = positions.start + 1, positions.stop + 1
+        workers = self.server.concurrency
         parts = min(max(1, workers // len(rows)), stop - first)
         edges = np.linspace(first, stop, parts + 1).astype(int).tolist()
         jobs = [(row, *part) for row in rows for part in pairwise(edges)]

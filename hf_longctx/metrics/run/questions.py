@@ -90,7 +90,9 @@ def scores(
     padded = np.zeros((len(answers), longest), dtype=np.int64)  # causality hides padding on the right
     for row, ids in zip(padded, answers):
         row[: len(ids)] = ids
-    log_probs, best, at = [], [], 0
+    log_probs = []
+    best = []
+    at = 0
     for logits in engine.read_after(cache, np.append(last, padded[:, :-1], axis=1), longest, shared=False):
         labels = torch.from_numpy(padded[:, at : at + logits.shape[1]]).to(logits.device)
         log_probs.append(-F.cross_entropy(logits.float().mT, labels, reduction="none").double().cpu().numpy())

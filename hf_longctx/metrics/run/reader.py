@@ -231,7 +231,8 @@ class LocalReader(Reader):
     def cache_size(self) -> tuple[int, int] | None:
         if "engine" not in self.__dict__:  # no input was supported so far
             return None
-        size, self.engine.largest = self.engine.largest, (0, 0)
+        size = self.engine.largest
+        self.engine.largest = (0, 0)
         return size if size[0] else None
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:

@@ -104,7 +104,9 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
 
     Each score is immediately written to the journal. At the end, `journal.done` contains the scores of all processes.
     """
-    reader, processes, failure = task.subject.reader, task.subject.processes, None
+    reader = task.subject.reader
+    processes = task.subject.processes
+    failure = None
     typical = first_ids(task.requests(min(task.trials({}), key=lambda trial: trial.tokens).key)[0])
     try:
         if processes > 1:

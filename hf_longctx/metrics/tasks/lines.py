@@ -150,7 +150,9 @@ class LineRetrieval(Retrieval):
 class Lines(RetrievalTask):
     """Ask for the number in one of many lines (LongEval), and count correct answers for each record size."""
 
-    name, result, reads_text = "lines", LineRetrieval, False
+    name = "lines"
+    result = LineRetrieval
+    reads_text = False
     examples = """
   lines gpt2
   lines model_cards/fox-demo --lines 5 10 --repeats 2 --no-replies"""

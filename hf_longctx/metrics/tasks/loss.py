@@ -216,7 +216,9 @@ class PositionLoss(TaskResult):
     def numbers(self):
         if not self.scores:
             return []
-        end, loss, sample = self.context_length, float(self.smoothed()[-1]), plural(self.sequences, "sequence")
+        end = self.context_length
+        loss = float(self.smoothed()[-1])
+        sample = plural(self.sequences, "sequence")
         low = high = None
         if self.error is not None:  # with Student's t, the half-width for 2 sequences is 13 standard errors
             width = float(scipy.special.stdtrit(self.texts - 1, 0.975) * self.error[-1])
@@ -267,7 +269,9 @@ class Loss(Task):
                 f"cache={cache.name} compresses a context once, but a loss does not have a context. Measure curve, needle or "
                 "lines, or use a cache that compresses itself, such as quantized:4 or window:1024."
             )
-        text, length, starts = len(self.subject.text), self.context_length, self.starts
+        text = len(self.subject.text)
+        length = self.context_length
+        starts = self.starts
         length = min(self.subject.context, text) if length is None else length
         if starts is None:
             starts = window_starts(text, length, self.sequences)

@@ -237,7 +237,9 @@ def draw_grid(figure: Any, result: NeedleGrid, title: str, train_length: int | N
     from .. import style
 
     shown = result.rates_measured[0]
-    rates, lengths, depths = result.grid(shown), result.lengths, result.depths
+    rates = result.grid(shown)
+    lengths = result.lengths
+    depths = result.depths
     figure.set_size_inches(max(style.WIDTH, 1.8 + 0.55 * len(lengths)), max(3.4, 2 + 0.34 * len(depths)))
     axes = figure.add_subplot()
     image = axes.imshow(rates, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")  # a palette for colour-blind readers

@@ -73,7 +73,8 @@ def extend_rope(config, args: Any) -> str:
             "already suffices for this context. Give a larger --max_length, or --recipe lora."
         )
     bound = rope_base_bound(context - 1, head_dim)
-    rope["rope_theta"], config.max_position_embeddings = bound.settled_base or bound.base, context
+    rope["rope_theta"] = bound.settled_base or bound.base
+    config.max_position_embeddings = context
     return (
         f"RoPE base: {old:g} (reaches {reach} tokens) -> {rope['rope_theta']:g}; {context} tokens need at least "
         f"{bound.base:.0f}"

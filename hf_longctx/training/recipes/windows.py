@@ -110,7 +110,9 @@ save_steps: 4
     def finish(self, args, model, tokenizer):
         """Print what the windows cost on held-out text."""
         learned, context = model.result(), model.context
-        windows, share, model = model.windows(learned), model.share(learned), model.release()
+        windows = model.windows(learned)
+        share = model.share(learned)
+        model = model.release()
         tokens = load_tokens(tokenizer, args.eval_data or "stdlib").tokens
         copied = min(COPIED, args.max_length // 2 - 2, len(tokens) // COPIES)
         found = []
