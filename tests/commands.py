@@ -1,10 +1,10 @@
-"""Commands and scripts in processes of their own, which are forks of one that has imported torch and transformers.
+"""Run commands and scripts in forks of a process that has imported torch and transformers.
 
 `run([...])` resembles `subprocess.run(capture_output=True, text=True)`, and `Command([...])` resembles `Popen`, for
 
     ["hf-longctx", ...]    ["python", "-m", MODULE, ...]    ["python", FILE, ...]    ["python", "-c", CODE, ...]
 
-Such a process starts in 0.1 s in place of 6 s. It has its own arguments, folder, environment, standard streams, exit
+A fork starts in 0.1 s instead of 6 s. It has its own arguments, folder, environment, standard streams, exit
 code and signals, and it imports this package again. Libraries are imported already: a test of what an import does, or
 of a variable that a library reads as it is imported (TRITON_INTERPRET), needs an interpreter of its own. Of these,
 HF_MODULES_CACHE and HF_HUB_OFFLINE are heeded, and those in `HUB` are the same for all processes.
@@ -48,9 +48,9 @@ PRELOADED = [
     "peft",
     "warmed",
 ]
-ADDRESS = socket.socket()  # of the Hub: that of tests/hub, or nobody
+ADDRESS = socket.socket()  # address of the Hub: the Hub of tests/hub, or an address without a server
 HUB = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0", "HF_HUB_DISABLE_XET": "1"}
-ENVIRONMENT = {}  # of the server: that of the session, whatever the first test to use it has changed
+ENVIRONMENT = {}  # of the server; tests do not change it
 OUTPUT = ("stdout", "stderr")
 
 
@@ -63,7 +63,7 @@ def prepare(folder):
 
 @functools.cache
 def start_server():
-    """Start the process of which commands are forks."""
+    """Start the process that commands are forked from."""
     from kernels_library import kernels_library
 
     multiprocessing.set_forkserver_preload(PRELOADED)
@@ -85,7 +85,7 @@ def context():
 def _main(command, folder, streams, environment, package):
     """Become the process of `command`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell ignores Ctrl-C
-    gc.freeze()  # what the server has imported is searched by no collection
+    gc.freeze()  # garbage collections then skip the objects of the server
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -130,12 +130,12 @@ def draw_coarsely():
 
 
 class Command:
-    """A process that runs a command, see above; `with` ends it at the latest.
+    """A process that runs a command. At its end, a `with` block kills the process.
 
     Args:
         command: the program, which is "hf-longctx" or "python", and its arguments.
-        cwd: its working directory, by default that of the caller.
-        env: all of its environment variables, by default those of the caller.
+        cwd: its working directory (default: the caller's).
+        env: all of its environment variables (default: the caller's).
         package: let it find hf_longctx.
     """
 
@@ -174,7 +174,7 @@ class Command:
 
 
 def run(command, *, timeout=300, **options) -> Command:
-    """Run a command to its end. Options are those of `Command`; the result has `returncode`, `stdout`, `stderr`."""
+    """Run a command to its end, with the options of `Command`. The result has `returncode`, `stdout` and `stderr`."""
     with Command(command, **options) as done:
         done.wait(timeout)
     return done

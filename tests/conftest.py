@@ -92,7 +92,7 @@ def pytest_configure(config):
 
         config.add_cleanup(lambda: shutil.rmtree(Path(commands.HUB["HF_HOME"]).parent))
         config.add_cleanup(commands.ADDRESS.close)
-        config.add_cleanup(gc.unfreeze)  # of quick_collections: at the end, all is let go
+        config.add_cleanup(gc.unfreeze)  # undoes `quick_collections`
     for mark in UPSTREAM_MARKS.split():
         config.addinivalue_line("markers", f"{mark}: set by transformers' own tests")
 

@@ -1,9 +1,9 @@
-"""Where there is no GPU, Triton interprets its kernels; import this before Triton. Here it is several times as fast.
+"""Speed up Triton's interpreter, which runs the kernels if there is no GPU. Import this file before Triton.
 
-By itself, the interpreter replaces the functions of Triton's language at each call of a kernel and of a function in
-one, each time by the same. It computes for each sum of integers whether it overflows, without reporting it, and it
-recreates the type and the shape of each intermediate result. What is replaced here is private: where it has moved, the
-kernels are interpreted slowly.
+The interpreter replaces the functions of Triton's language in each call of a kernel or of a function in a kernel, each
+time with the same functions. It checks every sum of integers for overflow without reporting it, and it recreates the
+type and shape of each intermediate result. We avoid this by replacing private functions. If a function has moved, the
+kernels run slowly.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import torch
 
 
 def replace_once(interpreter):
-    """Replace the functions of Triton's language in each module once, and pass them what they need at once."""
+    """Replace the functions of Triton's language once for each module, and pass their arguments directly."""
     replace, done = interpreter._patch_lang, set()
 
     def _patch_lang(function):
@@ -26,7 +26,7 @@ def replace_once(interpreter):
         return SimpleNamespace(restore=lambda: None)
 
     def _patch_attr(owner, name, member, builder, scope):
-        function = getattr(member, "__wrapped__", member)  # which checks that `_semantic` is passed
+        function = getattr(member, "__wrapped__", member)  # the wrapper checks that `_semantic` is passed
 
         def call(*args, **kwargs):
             kwargs["_semantic"] = interpreter.interpreter_semantic

@@ -7,10 +7,12 @@ from transformers.utils.import_utils import KERNELS_MIN_VERSION, is_kernels_avai
 
 
 def kernels_library(folder) -> list[str] | None:
-    """What has to be first in PYTHONPATH for transformers to load kernels by the installed library; None without it.
+    """Return the folders that must be first in PYTHONPATH so that transformers uses the installed `kernels`.
 
-    Each version of transformers asks for one or two versions of `kernels` (5.23: 0.18). 0.16 to 0.18 load attention in
-    the same way, so another version is given the number that is asked for, in a folder of metadata.
+    Without `kernels`, return None.
+
+    Each version of transformers requires one or two versions of `kernels` (5.23: 0.18). 0.16 to 0.18 load attention in
+    the same way, so the folder contains metadata that gives another version the required number.
     """
     if importlib.util.find_spec("kernels") is None:
         return None

@@ -22,7 +22,7 @@ def work(rank, folder, jobs, results):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # accelerate wants them and does not use them
     torch.set_num_threads(1)
-    gc.freeze()  # what the server has imported is searched by no collection
+    gc.freeze()  # garbage collections then skip the objects of the server
     for number, (function, arguments) in enumerate(iter(jobs.get, None)):
         try:
             rendezvous = f"file://{folder}/rendezvous {number}"

@@ -1,6 +1,6 @@
-"""Private parts of other libraries that we override or set: each is still where our code reaches for it.
+"""Private parts of other libraries that we override, set or read: each is still where our code expects it.
 
-A row has a name in our code, the place in the library, a text that stands there, and the purpose.
+A row contains a name in our code, the place in the library, a text in the source of this place, and the purpose.
 """
 
 import importlib
@@ -24,7 +24,7 @@ BATCHING = "transformers.generation.continuous_batching"
 ACCELERATE = "transformers.integrations.accelerate"
 SHARDS = "accelerate.data_loader"
 HOOKS = [
-    # name of ours, module:object of the library, text in its source, what it is for
+    # name in our code, module:object of the library, text in the source of this object, purpose
     ("_run_epoch", TRAINER, "self._run_epoch(", "a run that is resumed after its last step takes no step more"),
     (
         "prediction_step",

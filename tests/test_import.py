@@ -14,7 +14,7 @@ def run(code):
 
 
 def test_importing_the_package_imports_no_model():
-    """Nor do the Auto classes, until they are asked for one of ours."""
+    """The Auto classes do not import our models either, unless one of them is used."""
     unused = "hf_longctx.fox", "hf_longctx.hmt", "evaluate", "scipy", "matplotlib"
     code = "from transformers import AutoConfig, AutoModelForCausalLM; AutoConfig.for_model('llama')"
     modules = f"print([m for m in {unused} if m in sys.modules])"
@@ -22,9 +22,9 @@ def test_importing_the_package_imports_no_model():
 
 
 AUTO = "from transformers import AutoConfig, AutoModelForCausalLM"
-# That transformers comes first is the order of nearly every file of tests.
+# Nearly every file of tests imports transformers first, so these orders import it last.
 ORDERS = [f"import hf_longctx; {AUTO}", f"import hf_longctx.fox.modeling_fox; {AUTO}"]
-# An order of imports takes a process that has imported neither transformers nor this package. What both need is there.
+# Each order needs a process that has not imported transformers or this package; it has imported their dependencies.
 IMPORT_IN_FORKS = f"""
 import os, sys, huggingface_hub, scipy.optimize, torch._dynamo, torch.distributed.tensor
 assert "transformers" not in sys.modules

@@ -9,7 +9,7 @@ import pytest
 
 
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_longctx"
-# What may import what of ours. scripts and the command line stand above everything.
+# The rooms that each room may import. scripts may import everything.
 ALLOWED = {
     "fox": {"fox"},
     "hmt": {"hmt"},

@@ -17,7 +17,7 @@ from hf_longctx.metrics import Result, Task
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# Without cards, which load from the Hub; see tests/hub/test_cards.py.
+# tests/hub/test_cards.py tests the cards, which load from the Hub.
 FOLDERS = ("hf_longctx", "model_cards", "scripts")
 READMES = sorted({*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).glob("**/README.md"))})
 READMES = [path for path in READMES if "modules" not in path.parts and not path.with_name("config.json").exists()]
@@ -48,7 +48,7 @@ def small_cards(tmp_path_factory):
 
 @pytest.fixture
 def short_text(monkeypatch):
-    """Cut the text `stdlib`, all of which would be tokenized."""
+    """Cut the text of `stdlib`, to save the time of tokenizing it."""
     text = corpus.stdlib_text
     monkeypatch.setattr(corpus, "stdlib_text", lambda part: text(part)[:20_000])
 
@@ -57,7 +57,7 @@ with_python = [path for path in READMES if any(language == "python" for language
 
 
 @pytest.mark.usefixtures("short_text", "short_replies", "undrawn")
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # from PEFT
 @pytest.mark.parametrize("readme", with_python, ids=lambda path: str(path.relative_to(ROOT)))
 def test_python_prints_what_the_readme_says(readme, monkeypatch, tmp_path):
     """A block without an output below it is shown and run, too."""

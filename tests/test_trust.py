@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("hf_longctx/**/*.md"), *ROOT.glob("model_cards/*-demo/README.md")]
-NAME = re.compile(r"(?<![\w/])(?:test|check)_\w+\b(?!\.py)")  # and not a file
+NAME = re.compile(r"(?<![\w/])(?:test|check)_\w+\b(?!\.py)")  # the name of a file does not count
 DEFINITION = re.compile(r"^def ((?:test|check)_\w+)", re.MULTILINE)
 
 

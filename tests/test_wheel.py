@@ -1,4 +1,4 @@
-"""What is built for the package index: its files, and a description whose links lead somewhere from there."""
+"""The distributions for the package index: their files, and the links in their description."""
 
 import re
 import subprocess

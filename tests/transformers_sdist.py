@@ -24,7 +24,7 @@ from filelock import FileLock
 
 
 PACKAGE = "transformers_tests"
-# What the mixins import and the source distribution lacks, with what stands in for it.
+# Names that the mixins import but the source distribution does not contain, and their replacements.
 ABSENT = {
     "distributed_testing_utils": {
         "run_distributed": None,  # users of the mixins provide the processes
@@ -69,7 +69,7 @@ def unpacked() -> Path:
 
 
 def install():
-    """Make the mixins importable as `transformers_tests`; skip the calling module where they cannot be had."""
+    """Make the mixins importable as `transformers_tests`. If they are not available, skip the calling module."""
     pytest.importorskip("parameterized", reason="transformers' tests need it: pip install parameterized")
     if PACKAGE in sys.modules:
         return

@@ -1,4 +1,4 @@
-"""What a library makes at its first use, made once for all forks of the server of commands.py."""
+"""Trigger the lazy initialization of libraries once, for all forks of the server of commands.py."""
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

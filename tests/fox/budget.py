@@ -1,4 +1,4 @@
-"""What the tests of the operator and of its kernels share on the device at hand; see scripts/bench/gpu/budget.py."""
+"""Error budgets for the tests of the operator and its kernels, on this device; see scripts/bench/gpu/budget.py."""
 
 import json
 import re

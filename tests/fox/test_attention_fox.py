@@ -1,4 +1,4 @@
-"""The definition against plain loops; what the folded form can resolve, and what it cannot."""
+"""Compare the definition with plain loops, and the folded form with its resolution."""
 
 import itertools
 
@@ -109,7 +109,7 @@ def test_the_decay_can_be_read_back_from_the_keys(dtype, head_dim):
     c = -torch.rand(2, 4, 9).cumsum(-1) * 1000
     scale = head_dim**-0.5
     keys = fold_keys(torch.randn(2, 2, 9, head_dim, dtype=dtype), c, scale)
-    spacing = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # of subnormals, which float16 reaches
+    spacing = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # float16 stores small parts as subnormals
     torch.testing.assert_close(
         unfold_decay(keys, head_dim, 2, scale), c, rtol=2 * EPS, atol=GATE_QUERY * scale * spacing
     )

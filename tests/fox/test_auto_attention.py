@@ -64,7 +64,7 @@ CASES = [  # rows, tokens of a row, changes of the configuration, with gradients
 
 @pytest.mark.parametrize("rows, length, changes, training, chosen", CASES)
 def test_the_rule(rows, length, changes, training, chosen, monkeypatch):
-    """A tensor of a GPU that has no numbers."""
+    """The tensor is on a GPU, but a fake one, so the test needs no GPU."""
     monkeypatch.setattr(backend_fox, "why_not", lambda head_dim, dtype, device: None)
     config = FoxConfig(**TINY, **changes)
     with FakeTensorMode(), torch.set_grad_enabled(training):

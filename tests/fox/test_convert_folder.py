@@ -20,7 +20,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "mer
 
 
 def save(folder, state_dict, config_dict, shards):
-    """A checkpoint folder with the tensors dealt out to `shards` files, those of the tokenizer included."""
+    """Write a checkpoint folder with a tokenizer and the tensors in `shards` files."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_dict))
     if config_dict.get("tie_word_embeddings"):
@@ -40,7 +40,7 @@ def save(folder, state_dict, config_dict, shards):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """For every format: a sharded checkpoint, which is only read, and what the converter in memory makes of it."""
+    """Return, for each format, a sharded checkpoint (do not write to it) and the result of the converter in memory."""
     tmp_path = tmp_path_factory.mktemp("sources")
     official = fox.to_official(make(fox.FoxConfig.pro(**TINY)))
     fla = fox.to_fla(make(fox.FoxConfig(**TINY, tie_word_embeddings=True, num_key_value_heads=2, qkv_bias=True)))

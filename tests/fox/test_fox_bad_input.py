@@ -1,4 +1,4 @@
-"""What users of FoX get wrong: each row is refused with one clear error, or changes no number."""
+"""Mistakes of users of FoX: each row raises one clear error, or does not change any number."""
 
 import pytest
 import torch

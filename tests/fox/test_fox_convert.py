@@ -64,7 +64,9 @@ def test_fox_to_official_and_back(config, dtype):
 
 
 def test_the_authors_plain_transformer():
-    """Its configuration knows a window, grouped heads and RoPE by default, and its class ignores QK-norm."""
+    """The authors' config of a plain Transformer has a window, grouped heads and RoPE by default. Its class ignores
+    QK-norm.
+    """
     kept = dict(num_key_value_heads=2, rope_parameters=ROPE, forget_gate="none")
     model = make(fox.FoxConfig(**TINY, sliding_window=8, **kept))
     state_dict, _ = fox.to_fla(make(fox.FoxConfig(**TINY, num_key_value_heads=2)))

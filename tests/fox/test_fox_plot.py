@@ -1,4 +1,4 @@
-"""The maps of F and A are those of the definition, whole and reduced; pictures of them are written."""
+"""The maps of F and A, whole and reduced, agree with the definition, and their figures are written."""
 
 import pytest
 import tiny_fox

@@ -221,7 +221,7 @@ def test_a_graph_does_not_ask_for_the_gpu(monkeypatch):
     assert (compiled(ids).logits - model(ids).logits).abs().max() < 1e-5
 
 
-# --- launches and saved bytes of a layer in training, as a GPU would have them, next to those of a Llama's layer ---
+# --- launches and saved bytes of a layer in training on a GPU, compared with a layer of Llama ---
 
 B, T, HIDDEN = 2, 80, 128
 SIZES = dict(vocab_size=16, hidden_size=HIDDEN, num_attention_heads=2, num_hidden_layers=1)

@@ -50,7 +50,7 @@ def test_generation_with_a_cache_equals_generation_without(variant, options, pru
     prompt, settings = tokens(1 if alone else 3, 60 if pruned else 9), SETTINGS | dict(max_new_tokens=12)
     want = model.generate(prompt, **settings, num_beams=options.get("num_beams", 1), use_cache=False)
     calls = [{}]
-    if pruned:  # only the growing one can be cropped
+    if pruned:  # a static PrunedCache cannot be cropped
         sizes = [None] if alone else [None, 72]
         calls = [dict(cache=PrunedCache(model, 1e-6, prune_every=8, max_cache_len=n)) for n in sizes]
     for call in calls:
@@ -91,7 +91,7 @@ def test_a_static_cache_is_compiled_once_and_whole(variant, implementation, comp
 @pytest.mark.parametrize("implementation", ["sdpa", "auto"])
 @both_blocks
 def test_layers_that_are_compiled_one_by_one_share_a_graph(variant, implementation, compiler):
-    """So a model of many layers stays within Dynamo's limit of recompilations, wherever a graph breaks."""
+    """A model with many layers would otherwise exceed Dynamo's limit of recompilations at a graph break."""
     config = VARIANTS[variant]()
     config.num_hidden_layers = 3
     model, ids = make_from(config), tokens(2, 12)

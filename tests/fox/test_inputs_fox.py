@@ -22,7 +22,7 @@ DOCUMENTS = [tokens(1, n, seed=n) for n in LENGTHS]
 
 
 def collate(*keep, **options):
-    """What transformers' collator makes of the documents; of that, the ids and what is named."""
+    """Collate the documents with transformers' collator. Return the ids, and the entries named in `keep`."""
     batch = DataCollatorWithFlattening(**options)([{"input_ids": document[0]} for document in DOCUMENTS])
     return {name: batch[name] for name in ("input_ids", *keep)}
 
@@ -65,7 +65,7 @@ def test_flex_attention_packs_too():
 
 
 def flash_attention(module, query, key, value, attention_mask, scaling, cu_seq_lens_q, cu_seq_lens_k, **kwargs):
-    """What transformers' `flash_attention_forward` does on a GPU when it is given the borders."""
+    """Compute what transformers' `flash_attention_forward` computes on a GPU from the boundaries."""
     assert attention_mask is None
     assert torch.equal(cu_seq_lens_q, cu_seq_lens_k) and cu_seq_lens_q.dtype == torch.int32
     lengths = cu_seq_lens_q.diff().tolist()
@@ -78,14 +78,14 @@ def flash_attention(module, query, key, value, attention_mask, scaling, cu_seq_l
 
 FLASH_CASES = [(GROUPED, name, 1, "flash_attention_2") for name in BORDERS]
 FLASH_CASES += [("llama", "position ids", 2, "flash_attention_2")]
-# transformers takes that of the Hub where flash_attn is not installed
+# without flash_attn, transformers uses the Hub's kernel
 FLASH_CASES += [(GROUPED, "seq_idx", 2, "kernels-community/flash-attn2")]
 
 
 @pytest.mark.parametrize("variant, borders, rows, name", FLASH_CASES)
 def test_flash_attention_is_told_the_borders(variant, borders, rows, name, monkeypatch):
     batch = BORDERS[borders]()
-    if rows == 2:  # which the collator does not make
+    if rows == 2:  # the collator makes a single row
         batch = {name: x.repeat(2, 1) for name, x in batch.items()}
     model = make(variant)
     want = alone(model).expand(rows, -1, -1)
@@ -115,7 +115,7 @@ def test_gradients_of_packed_documents(variant, checkpointing):
 
 @both_blocks
 def test_positions_that_leap_are_one_document(variant):
-    """As when positions are drawn from a longer context for RoPE's sake."""
+    """Some training recipes draw positions from a longer context, for RoPE."""
     model, ids = make(variant), tokens(1, 12)
     positions = torch.cat([torch.arange(6), torch.arange(100, 106)])[None]
     mask = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
@@ -124,7 +124,7 @@ def test_positions_that_leap_are_one_document(variant):
 
 
 def test_a_part_of_a_row_in_one_of_several_processes_is_refused(monkeypatch):
-    """As context parallelism hands it to a model, whose cumulative sum would restart in each process."""
+    """Under context parallelism, the cumulative sum would restart in each process."""
     model, ids = make("llama"), tokens(1, 12)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
@@ -151,7 +151,7 @@ def test_no_cache_comes_back_from_packed_documents():
     assert make("llama")(**BORDERS["position ids"](), use_cache=True).cache is None
 
 
-# --- trees: under a 4D attention mask, each path is what it would be alone ---
+# --- trees: with a 4D attention mask, each path has the logits that it has alone ---
 
 PREFIX, BRANCHES = tokens(1, 5), [tokens(1, n, seed=n) for n in (3, 1, 4)]
 TREE = torch.cat([PREFIX, *BRANCHES], dim=1)  # (1, 13): the branches one after another

@@ -76,7 +76,7 @@ def check_visible_keys(Tq, window, borders, mask, free):
     got = seen(visible, Tq, 12 + free)
     assert not got[..., 12:].any()
     got, expected = torch.broadcast_tensors(got[..., :12], expected)
-    compared = real_queries.expand(len(got), -1)  # what a padding query sees is left open
+    compared = real_queries.expand(len(got), -1)  # the keys of a padding query are not specified
     assert torch.equal(got[compared], expected[compared])
     if visible.key_start is not None:
         assert (visible.key_start.diff(dim=-1) >= 0).all()
@@ -204,7 +204,7 @@ def test_the_kernel_prunes_what_the_rule_says(Tq, query_block, key_block):
 
 @on_triton
 def test_decoding_leaves_out_exactly_what_the_rule_says():
-    """NaN in what it leaves out changes nothing, and NaN in the first key that it keeps reaches every result."""
+    """NaN in skipped keys changes nothing, and NaN in the first key that is not skipped reaches every output."""
     tolerance, bound = -3.0, torch.tensor([0.5, 6.0, 15.0], device=DEVICE)
     block = tiles_fox.tiles_for(torch.device(DEVICE), 16, torch.float32).decode.BN
     T = 6 * block + 8

@@ -102,7 +102,7 @@ def test_half_precision_is_no_worse_than_a_llama_would_be(variant, dtype):
 
 
 def wrap_layers(model):
-    """As FSDP does, without telling the model: the second run of a layer must not find its tokens in a cache."""
+    """Checkpoint the layers as FSDP does. The second run of a layer must not read its own tokens from a cache."""
     model.model.layers = torch.nn.ModuleList(checkpoint_wrapper(layer) for layer in model.model.layers)
 
 
@@ -146,7 +146,7 @@ def test_a_folder_can_be_loaded_with_another_depth_or_window(tmp_path):
     make("llama").save_pretrained(tmp_path)
     changed = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1, sliding_window=7)
     assert changed.config.layer_types == ["sliding_attention"]
-    first_layer = make("window")  # of the same weights
+    first_layer = make("window")  # has the same weights
     del first_layer.model.layers[1]
     check_logits(logits(changed, tokens()), logits(first_layer, tokens()))
 
@@ -173,7 +173,7 @@ def warned(name):
 def check_names(output, cache):
     assert output.cache is output.past_key_values is cache
     assert pickle.loads(pickle.dumps(output)).cache.get_seq_length() == cache.get_seq_length()
-    output.cache = None  # as code that only needs the logits does
+    output.cache = None  # code that only needs the logits does this
     assert output.past_key_values is None
 
 

@@ -122,9 +122,9 @@ def test_a_compiled_graph_refuses_bad_values(backend):
         compiled(q, k, v, log_f, backend=backend, attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]]))
 
 
-# --- derivatives of other kinds than a backward pass are those of finite differences, or there are none ---
+# --- other derivatives than a backward pass agree with finite differences, or raise an error ---
 
-TRANSFORMS = {  # of a function of x and a direction: its derivative, and the function whose differences are that
+TRANSFORMS = {  # derivative of a function at x in a direction, and the function whose differences approximate it
     "jvp": (lambda f, x, d: jvp(f, (x,), (d,))[1], lambda f: f),
     "jvp of grad": (lambda f, x, d: jvp(grad(f), (x,), (d,))[1], grad),
     "grad of grad": (lambda f, x, d: grad(lambda x: (grad(f)(x) * d).sum())(x), grad),
@@ -150,7 +150,7 @@ def of_argument(argument, backend):
     return number, x, torch.randn(x.shape, generator=random, dtype=x.dtype).to(x.device)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of SDPA under vmap
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # from SDPA under vmap
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("argument", range(4), ids=["q", "k", "v", "log_f"])
 @pytest.mark.parametrize("backend", FORMS)
@@ -246,7 +246,7 @@ MISTAKES = [
     attend("borders as floats", "integers", cu_seqlens=torch.tensor([0.0, 4.0])),
     attend("borders and a mask", "no attention_mask", cu_seqlens=torch.tensor([0, 4]), attention_mask=ROW),
 ]
-CHOICES = [  # that the definition does not have
+CHOICES = [  # options that the definition does not have
     attend("positive tolerance", "at most 0", log_pruning_tolerance=1.0),
     attend("unknown backend", "folded.*'flash'", backend="flash"),
     attend("pruning, folded", "log_pruning_tolerance", backend="folded", log_pruning_tolerance=-10.0),

@@ -21,7 +21,7 @@ SPLIT = {"sdpa": [*TENSOR_PARALLEL, *REFUSED], "forgetting_triton": TENSOR_PARAL
 
 
 def bounds(model, heads):
-    """What QK-norm promises of the logits of each layer's heads."""
+    """Return the bound on the logits that follows from QK-norm, for each layer and head."""
     bounds_of_layers = [logit_bound_of_norms(layer.self_attn, heads) for layer in model.model.layers]
     return torch.stack([unit * largest for largest, unit in bounds_of_layers])
 

@@ -77,7 +77,7 @@ TOLERANCES = {"random": 1e-5, "adversarial": 1e-2}
 
 
 def queries_and_keys(kind, g, rows, heads, kv_heads, length, head_dim):
-    """Of norm sqrt(3 sqrt(D)): |scale * q.k| <= 3."""
+    """Return queries and keys with norm sqrt(3 sqrt(D)), so |scale * q.k| <= 3."""
     if kind == "random":
         q, k = (torch.randn(rows, h, length, head_dim, generator=g) for h in (heads, kv_heads))
     else:  # old keys attract all queries as much as the bound allows, recent ones repel them

@@ -1,4 +1,4 @@
-"""What goes out through another library comes back the same: remote code, PEFT, pipelines, torch.export, lm-eval."""
+"""Round trips through remote code, PEFT, pipelines, torch.export and lm-eval give equal results."""
 
 import json
 
@@ -14,7 +14,9 @@ from scripts.client_checks.exporting import difference_of_generation
 
 asks_for_an_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft does
 GROUPED = "pro with grouped heads and rope"
-ONE_LAYER = FoxConfig.pro(**TINY | dict(num_hidden_layers=1), num_key_value_heads=2)  # to be traced, layer by layer
+ONE_LAYER = FoxConfig.pro(
+    **TINY | dict(num_hidden_layers=1), num_key_value_heads=2
+)  # tracing takes time for each layer
 HEADS = ["AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering"]
 REMOTE = """
 import importlib.abc, json, sys
@@ -51,7 +53,9 @@ print(json.dumps(outputs))
 
 
 def test_remote_code_without_the_package_and_without_triton(tmp_path):
-    """Each head from its folder and from the folder that remote code saves; the decoder from that of another model."""
+    """Each head is loaded from its folder and from a folder that remote code saved. The decoder is loaded from the
+    folder of another model.
+    """
     torch.manual_seed(0)
     models = {name: getattr(transformers, name).from_config(VARIANTS["pro"]()).eval() for name in HEADS}
     models |= {f"AutoModelForCausalLM {name}": make(name) for name in ("llama", "fixed", GROUPED)}
@@ -83,7 +87,7 @@ def test_remote_code_without_the_package_and_without_triton(tmp_path):
 
 
 def test_torch_export():
-    """As transformers exports: not strict, without a cache, the length of the text left open."""
+    """Export as transformers does: not strict, without a cache, with a dynamic length."""
     model = make_from(ONE_LAYER)
     length = torch.export.Dim("length", min=2, max=64)
     arguments = dict(input_ids=tokens(2, 9), use_cache=False)
@@ -99,7 +103,7 @@ def test_torch_export():
     assert not in_place
 
 
-@torch._dynamo.config.patch(fake_tensor_cache_enabled=False)  # of shapes without numbers; it costs more than it saves
+@torch._dynamo.config.patch(fake_tensor_cache_enabled=False)  # this cache costs more than it saves
 @pytest.mark.filterwarnings("ignore:.treespec:FutureWarning")  # transformers reads one as torch no longer likes
 def test_an_export_decodes_what_it_has_read():
     """The graphs of transformers.exporters for a prompt and for a token after it pass the sum and the shift on."""

@@ -71,11 +71,11 @@ def test_loss_and_gradients_are_those_of_one_process(cases, two_processes):
         expected = learn(None, **case)
         assert learnt[name].keys() == expected.keys()
         errors = {n: ((learnt[name][n] - x).abs().max() / x.abs().max()).item() for n, x in expected.items()}
-        assert max(errors.values()) < 1e-5, f"{name}: {errors}"  # as shares of the largest entry
+        assert max(errors.values()) < 1e-5, f"{name}: {errors}"  # relative to the largest entry
 
 
 def call_in_context_parallel():
-    """What FoX says where PyTorch has divided the rows."""
+    """Return the error of FoX in PyTorch's context parallelism, which splits rows."""
     ids, model = tokens(BATCH, LENGTH), make("llama")
     mesh = init_device_mesh("cpu", (WORLD,))
     with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):

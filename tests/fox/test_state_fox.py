@@ -37,7 +37,7 @@ READ += [(GROUPED, "sdpa", dtype) for dtype in (torch.bfloat16, torch.float64)]
 
 @pytest.mark.parametrize("variant, backend, dtype", READ, ids=str)
 def test_any_cache_and_any_chunks_equal_one_forward(variant, backend, dtype):
-    """Of rows without padding, with padding on the left, and between tokens."""
+    """One row has no padding, one has padding on the left, and one has padding between tokens."""
     draw, config = random.Random(f"{variant} {backend}"), VARIANTS[variant]()
     config.head_dim = draw.choice([8, 12])
     model, chunks = make_from(config, dtype), []
@@ -68,7 +68,7 @@ def back(tokens_back):
     return lambda cache: cache.crop(-tokens_back), lambda ids: ids[:, : ids.shape[1] - tokens_back]
 
 
-# What is done to a cache, and what that does to the tokens in it.
+# Operations on a cache, and their effect on the tokens in it.
 OPERATIONS = {
     "permuted": rows([1, 0]),
     "repeated": (lambda cache: cache.batch_repeat_interleave(2), lambda ids: ids.repeat_interleave(2, dim=0)),

@@ -1,8 +1,8 @@
 """transformers' own common tests, run on FoX (LLaMA) and FoX (Pro).
 
-Its source distribution carries those of models, configurations and training. Those of generation and export come with
-a clone only (transformers_sdist.py); those of pipelines need its hub; those of models split over processes are in
-test_transformers_parallel.py.
+The source distribution contains the tests of models, configurations and training. Only a clone contains the tests of
+generation and export (transformers_sdist.py). The tests of pipelines need transformers' Hub. The tests of models that
+are split over processes are in test_transformers_parallel.py.
 """
 
 import unittest
@@ -72,9 +72,11 @@ class FoxModelTester:
         return self.get_config(), {"input_ids": input_ids, "attention_mask": mask}
 
 
-@pytest.mark.filterwarnings("ignore:It is deprecated to return a value:DeprecationWarning")  # what their retries do
+@pytest.mark.filterwarnings(
+    "ignore:It is deprecated to return a value:DeprecationWarning"
+)  # from transformers' retries
 @pytest.mark.filterwarnings("always:.past_key_values. is deprecated:FutureWarning")  # one of them expects it
-@pytest.mark.filterwarnings("ignore:.device. is deprecated:FutureWarning")  # which their tests of 5.15 pass
+@pytest.mark.filterwarnings("ignore:.device. is deprecated:FutureWarning")  # transformers' tests of 5.15 pass it
 class FoxTests(common.ModelTesterMixin, common.GenerationTesterMixin, TrainingTesterMixin):
     all_model_classes = (
         FoxModel,
@@ -89,7 +91,7 @@ class FoxTests(common.ModelTesterMixin, common.GenerationTesterMixin, TrainingTe
     def setUp(self):
         self.model_tester = FoxModelTester(self.make_config, rope="rope" in self._testMethodName)
         if "eager_matches" in self._testMethodName or "torch_dtype" in self._testMethodName:
-            self.all_model_classes = (FoxForCausalLM,)  # in attention and dtypes the others are the same
+            self.all_model_classes = (FoxForCausalLM,)  # the other classes have the same attention and dtypes
         self.config_tester = ConfigTester(self, config_class=FoxConfig, hidden_size=32)
         for table, name in NAMES.items():
             patch = mock.patch.dict(getattr(modeling_auto, table), fox=name)
@@ -113,7 +115,7 @@ class FoxTests(common.ModelTesterMixin, common.GenerationTesterMixin, TrainingTe
 
 class TestFoxLlama(FoxTests, unittest.TestCase):
     make_config = FoxConfig
-    all_model_classes = (FoxForCausalLM,)  # the other heads do not depend on the blocks, and have those of Pro below
+    all_model_classes = (FoxForCausalLM,)  # TestFoxPro tests the other heads, which do not depend on the block
 
 
 class TestFoxPro(FoxTests, unittest.TestCase):

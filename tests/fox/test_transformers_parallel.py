@@ -22,10 +22,10 @@ tensor_parallel, sharded = load("test_tensor_parallel_mixin"), load("test_fsdp_m
 
 
 def upstream(module, name, *arguments):
-    """What each process does: a function of one of the mixins, found by its name."""
+    """Call a function of one of the mixins, in each process."""
     transformers.set_seed(42)
     mixin = load(module)
-    mixin.NUM_STEPS = 4  # of a comparison of trainings, in place of 20
+    mixin.NUM_STEPS = 4  # steps of each compared training run (default: 20)
     getattr(mixin, name)(dist.get_rank(), *arguments)
 
 

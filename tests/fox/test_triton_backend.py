@@ -58,7 +58,7 @@ def check(got, want, rounding=100 * EPS):
 
 
 def loss_and_gradients(model, ids, mask=None, **kwargs):
-    labels = ids  # neither padding, nor what padding would predict
+    labels = ids  # padding is not a label, and does not predict one
     if mask is not None:
         labels = ids.masked_fill((mask == 0) | (mask.roll(1, 1) == 0), -100)
     out = model(ids, attention_mask=mask, labels=labels, use_cache=False, **kwargs)
@@ -265,7 +265,7 @@ def test_rope_brings_the_largest_weights_of_both_norms_together():
 
 
 def test_an_adapter_in_the_place_of_a_norm():
-    """PEFT's LN tuning shows the weight that it replaces, so nothing is read from what is not a norm of ours."""
+    """PEFT's LN tuning still has the weight that it replaces, so we only read the weights of our own norms."""
     attention = make(PRO).model.layers[0].self_attn
     assert logit_bound_of_norms(attention, 4)[0].shape == (4,)
     attention.q_norm = torch.nn.Sequential(attention.q_norm)
@@ -285,7 +285,7 @@ def test_offloaded_weights():
         PrunedCache(model)
 
 
-# --- beside the weights ----------------------------------------------------------------------------------------------
+# --- code next to the weights ----------------------------------------------------------------------------------------
 
 REMOTE = """
 import sys
@@ -317,7 +317,7 @@ def test_remote_code_beside_the_package(tmp_path):
 
 
 def test_masks_of_four_dimensions_need_gates():
-    """With gates, the model computes such attention itself, whatever the implementation."""
+    """With gates, the model computes attention under a 4D mask itself, with every implementation."""
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool, device=DEVICE).tril()
     model, ids = make("llama"), draw(1, 6)
     check_logits(logits(model, ids, attention_mask=mask), logits(model, ids))

@@ -56,7 +56,7 @@ def test_decoding_joins_more_parts_than_are_read_at_a_time(monkeypatch):
     ],
 )
 def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
-    """How many slots are filled is known to the device only; free slots and forgotten keys are never read."""
+    """Only the device knows the number of filled slots. Free slots and forgotten keys are never read."""
     filled, slots, D, scale = 90, 100, 20, 0.25
     q, k, v, log_f, _ = draw(2, 4, 2, Tq, filled, D, dtype=dtype, openness=-1.0)
     c = log_f[:, :: 2 // gates_per_key].cumsum(-1)
@@ -191,7 +191,7 @@ def test_decay_is_exact_at_131072_tokens():
     pairs = run(long(c_exact), *inputs)
     check_budget(pairs, (*plain[:4], dc_plain), (*exact[:4], dc_exact), inputs)
     naive = run(long(log_f.cumsum(-1)), *inputs)
-    assert error(naive[0], exact[0]) > 100 * error(pairs[0], exact[0])  # what a plain fp32 cumulative sum gives
+    assert error(naive[0], exact[0]) > 100 * error(pairs[0], exact[0])  # the error of a plain fp32 cumulative sum
 
 
 EXTREME = [(50, [20, 35, 36, 37], value) for value in (0.0, -torch.inf)]
@@ -212,7 +212,7 @@ def test_extreme_gates(length, changed, value, set_products):
 def test_what_is_no_number_reaches_only_later_rows(name):
     """Every later row, also where a bound replaces the running maximum."""
     q, k, v, log_f, _ = draw(1, 1, 1, 120, 120, 16, dtype=torch.bfloat16)
-    q, log_f = q.requires_grad_(), log_f * 1e-3  # nothing is forgotten
+    q, log_f = q.requires_grad_(), log_f * 1e-3  # the gates forget almost nothing
     options = dict(log_pruning_tolerance=-10.0, logit_bound=20.0)
     clean = triton_attention(q, k, v, log_f, **options)
     {"k": k, "log_f": log_f}[name][:, :, 75] = torch.nan
@@ -259,7 +259,7 @@ def test_a_known_bound_changes_nothing(shape, options, dtype, products, set_prod
     set_products(products)
     inputs = draw(*shape, dtype=dtype, openness=0.0)
     bound = largest_logit(*inputs[:2])
-    bound[:, 1:2] = torch.nan  # a head of which nothing is known
+    bound[:, 1:2] = torch.nan  # this head has no bound
     described = {"window": options.get("window")}
     if "attention_mask" in options:
         described["token_mask"] = options["attention_mask"].bool()
@@ -291,8 +291,8 @@ def test_the_largest_bound_loses_nothing(set_products):
 
 @pytest.mark.parametrize("sink, products", [(False, False), (True, True)])
 def test_a_weight_that_outdoes_its_row_does_not_feel_its_rounding(sink, products, set_products):
-    """Its own key's or the first one's. Beside a running maximum it is 1; beside a bound it is rounded, and must be
-    summed as it multiplies.
+    """The weight belongs to the query's own key, or to the first key. With a running maximum, it is 1. With a bound,
+    it is rounded, and the sum must contain the rounded weight.
     """
     set_products(products)
     T = 80

@@ -21,7 +21,7 @@ PRODUCTS = {80: "HMMA", 86: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 
 
 def compile_all(tmp_path, *options):
-    """In a fresh interpreter: this one may have been told to interpret kernels."""
+    """Compile in a new process, because this process may interpret kernels."""
     target, environment = tmp_path / "report.json", {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "scripts.bench.gpu.compile", "--output", str(target), *map(str, options)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -55,7 +55,7 @@ print(json.dumps([report(90, kernel, "bf16", head_dim, bounded) for kernel, head
 
 
 def test_common_sizes(tmp_path):
-    """With bounds, which adds loops to those that run without; the forward pass differs without a bound of logits."""
+    """Bounds add loops to the kernels. The forward pass also has a variant without a bound on the logits."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     done = run(["python", "-c", REPORTS], env=environment)
     assert done.returncode == 0, done.stderr[-2000:]

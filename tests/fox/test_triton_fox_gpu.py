@@ -1,4 +1,4 @@
-"""What only a GPU can show: the tile table's own block sizes, long sequences, 64-bit offsets, inductor.
+"""Tests that need a GPU: the block sizes of the tile table, long sequences, 64-bit offsets, Inductor.
 
 The small cases of test_operator.py, test_triton_fox.py and test_triton_backend.py run on the GPU too, if there is one.
 """
@@ -35,7 +35,7 @@ def test_every_row_of_the_tile_table(D, dtype):
     inputs, mask = draw(2, 4, 2, 300, 517, D, dtype=dtype), padding(517, (0, 517), (230, 500))
     check_run(run(forgetting_attention, *inputs, attention_mask=mask), inputs, attention_mask=mask)
     inputs = draw(1, 2, 1, 517, 517, D, dtype=dtype)
-    for bound in (None, largest_logit(*inputs[:2])):  # with a running maximum, and without
+    for bound in (None, largest_logit(*inputs[:2])):  # None: the kernel uses a running maximum
         check_run(run(triton_attention, *inputs, logit_bound=bound), inputs)
 
 
@@ -167,7 +167,7 @@ def test_generation_with_a_static_cache_under_cuda_graphs():
 
 
 def test_bfloat16_autocast_with_checkpointing():
-    """As far from float32 as stock attention is, or less, and nothing changes in the second run of a layer."""
+    """The error is at most that of stock attention, and the second run of a layer gives equal results."""
     _, exact = loss_and_gradients(make("eager").train(), *rows())
     gradients = {}
     for name, backend in (("plain", "forgetting_triton"), ("twice", "forgetting_triton"), ("stock", "sdpa")):

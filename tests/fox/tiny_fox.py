@@ -58,7 +58,7 @@ def close_gates(model, log_f=-400.0):
 
 
 def checkpointed(model):
-    """Its method has another name since transformers 5.23."""
+    """Enable checkpointing. transformers 5.23 renamed the method."""
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
 
@@ -85,7 +85,7 @@ def in_chunks(model, ids, cache, chunks, mask=None):
 def filled(model, ids=tokens(2, 9)):  # noqa: B008 (it is only read)
     """The cache of a model that has read `ids`."""
     cache = DynamicCache(config=model.config)
-    logits(model, ids, None, None, cache)  # by place, since a Llama's argument has another name before 5.24
+    logits(model, ids, None, None, cache)  # positional, because Llama's argument has another name before 5.24
     return cache
 
 
