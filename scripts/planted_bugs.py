@@ -29,7 +29,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BUGS = ROOT / "scripts" / "planted_bugs.toml"
-TIERS = {"fast": "not slow", "slow": "slow"}  # by the marks of the tests
+TIERS = {"fast": "not slow", "slow": "slow"}  # pytest marks of the tests
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache")
 NO_TESTS = 5  # pytest's exit status where nothing was selected
 LIBRARIES = (
@@ -72,7 +72,7 @@ def import_libraries() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/interpreter.py, before transformers imports it
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # like tests/interpreter.py, before transformers imports it
     for name in LIBRARIES:
         with contextlib.suppress(ImportError):  # the extra is not installed
             importlib.import_module(name)

@@ -25,7 +25,12 @@ from transformers import AutoTokenizer
 from hf_longctx.corpus import open_source
 
 
-KINDS = {"interleave": 256, "dilate": 256, "pubmedqa-long": 2, "pubmedqa-short": 2}  # and their sizes (HMT, section 4)
+KINDS = {
+    "interleave": 256,
+    "dilate": 256,
+    "pubmedqa-long": 2,
+    "pubmedqa-short": 2,
+}  # with their sizes (HMT, section 4)
 FILLER = "$"
 
 

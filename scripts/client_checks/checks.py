@@ -1,4 +1,4 @@
-"""What the checks share: their list, small models, prompts and tokens, and the comparison of logits."""
+"""The common parts of the checks: their list, small models, prompts and tokens, and the comparison of logits."""
 
 import importlib.metadata
 import json
@@ -16,7 +16,7 @@ from scripts.bench.common import ROOT
 
 
 DEMO = ROOT / "model_cards" / "fox-demo"
-VOCABULARY = 4096  # of the demo's tokenizer
+VOCABULARY = 4096  # size of the demo's vocabulary
 SIZES = dict(
     vocab_size=VOCABULARY,
     hidden_size=128,

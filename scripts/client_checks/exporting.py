@@ -28,7 +28,7 @@ def difference_of_generation(model, name, **options):
     from transformers import exporters
 
     exporter, config = getattr(exporters, f"{name}Exporter"), getattr(exporters, f"{name}Config")
-    lengths = (40, 1, 1)  # of the prompt and of each step; the graphs were exported with other ones
+    lengths = (40, 1, 1)  # lengths of the prompt and of each step; the graphs were exported with other lengths
     inputs = {"input_ids": torch.randint(3, model.config.vocab_size, (2, sum(lengths)))}
     sample = {"input_ids": inputs["input_ids"][:, :9]}
     exported = exporter().export_for_generation(model, sample, config(dynamic=True, **options))

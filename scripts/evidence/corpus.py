@@ -38,7 +38,7 @@ PACKAGES = Path(__file__).with_name("packages.txt").read_text().split()
 ENDINGS = (".py", ".pyi", ".pyx", ".pxd", ".c", ".h", ".cpp", ".hpp", ".rst", ".md")
 SHORTEST, LONGEST = 6_000, 2_000_000  # characters of a document: shorter ones would leave a row little context
 PROJECT = 10_000_000  # characters of one project, because generated ones repeat themselves
-FILES = 64  # of training documents, all similar: those that --megabytes allows are kept
+FILES = 64  # number of files with similar training documents; --megabytes limits their size
 VOCABULARY = 8192
 EOS = "<eos>"
 

@@ -72,7 +72,7 @@ def one_stretch(number, seed, model, args):
         own = model(ids, state=state, use_cache=True)
         whole = model.backbone(ids, use_cache=True, **{cache_name(type(model.backbone)): kv_cache})
         if place >= args.earliest:
-            far = max(0, begin - k - length)  # where the longer window begins
+            far = max(0, begin - k - length)  # start of the longer window
             logits = [model.backbone(texts[:, i : begin + length]).logits[:, -length:] for i in (begin - k, far)]
             other = replace(state.select_rows([1, 0]), tail=state.tail)
             logits += [whole.logits, own.logits, model(ids, state=other, use_cache=False).logits]

@@ -28,7 +28,7 @@ from scripts.fetch_model import MODELS
 MANIFEST = Path(__file__).with_suffix(".toml")
 RESULTS = {"curve": ForgettingCurve, "loss": PositionLoss, "needle": NeedleGrid, "lines": LineRetrieval}
 LENGTH = 1000  # tokens to copy of a column
-PARTS = 8  # of the context, in each of which the loss is averaged
+PARTS = 8  # parts of the context; the loss is averaged in each part
 TABLE = """
 | model | claimed context | fine length | 95 % CI | coarse length | 95 % CI | copied of {LENGTH} tokens | in the paper: fine |\
  coarse | loss in the first half | in the second half | needle | lines | RoPE base | reaches, tokens | missing |

@@ -147,7 +147,7 @@ def test_help_reads_well_and_its_examples_are_understood(capsys, command):
         if command in cli.TRAINING:
             parser = make_parser({"train": PretrainConfig, "finetune": FinetuneConfig}[name])
             for action in parser._actions:
-                action.required = False  # what the file of --config gives
+                action.required = False  # the file of --config can contain them
             assert parser.parse_args(words).output_dir == "run" and name == command
         else:
             assert parser.parse_args([name, *words]).command == command

@@ -1,4 +1,4 @@
-"""What users of the command line get wrong: each row is answered by one line and exit status 1 or 2, no traceback.
+"""Mistakes of users of the command line: each row prints one line without a traceback, and exits with 1 or 2.
 
 A row is a command line and what its error says. Names in braces stand for paths, see `places`.
 """
@@ -72,7 +72,7 @@ FILES = [
     ("compare {curve} --output {empty_file}/picture.png", "empty_file"),
 ]
 
-# -- measuring: before a model is loaded, and nothing is written
+# -- measuring: errors before a model is loaded and before a file is written
 
 MEASURING = [
     ("needle {fox} --lengths 5 --text stdlib", "lengths must be above .*the tokens of needle"),

@@ -11,7 +11,7 @@ from hf_longctx import cli
 from hf_longctx.metrics import ForgettingCurve, LineRetrieval, LocalReader, read_result
 
 
-# how a tiny model is measured in a moment
+# Options that measure a tiny model quickly
 QUICK = {
     "curve": "--max-length 30 --points 3 --repeats 2 --text stdlib",
     "loss": "--context-length 40 --sequences 3 --text stdlib",
@@ -127,7 +127,7 @@ def test_an_interrupted_curve_says_so(folder, tmp_path, capsys, monkeypatch):
     [("curve", [12, 116, 116]), ("loss", [3]), ("needle", [6]), ("lines", [4])],
 )
 def test_a_dry_run_prints_the_number_of_requests(folder, tmp_path, capsys, monkeypatch, command, counts):
-    """Of a curve: 3 lengths (8, 19, 30), 2 passages and 2 inputs; 4, 10 and 15 scored tokens of each."""
+    """A curve has 3 lengths (8, 19, 30), 2 passages and 2 inputs, with 4, 10 and 15 scored tokens."""
     monkeypatch.setattr("hf_longctx.cli.shared.load_weights", Mock(side_effect=AssertionError))
     options = [*QUICK[command].split(), "--dry-run", "--output", str(tmp_path / "none")]
     assert cli.main([command, str(folder), *options]) == 0

@@ -54,7 +54,7 @@ def served(model, *options):
 
 
 def test_a_forgetting_curve_of_the_server_is_that_of_the_model(monkeypatch):
-    """By greedy completions: the server takes and returns text only."""
+    """The curve uses greedy completions, because the server accepts and returns text only."""
     monkeypatch.setenv("no_proxy", "localhost")
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     options = dict(lengths=[12], repeats=2, bos_token_id=tokenizer.bos_token_id)

@@ -1,4 +1,4 @@
-"""Which logits change with a token, for the tests."""
+"""Find the logits that change with a token."""
 
 import torch
 

@@ -55,7 +55,7 @@ def plain_single(model, row):
         return torch.stack(mixed)
 
     def reread(prompt, again, sensory, first, second):
-        """As `read`, in two passes without a mask; the first one leaves position 0 to a prompt."""
+        """Read a segment in two passes without a mask. The first pass reserves position 0 for a prompt."""
         close, skip = memory.summary_token, len(sensory)
         x = torch.cat([sensory, first, close])[None]
         takes = "position_ids" in inspect.signature(backbone.forward).parameters

@@ -60,7 +60,9 @@ def test_it_gives_the_prompt(make_added, tokens):
     changed = out.state.map(lambda x: 2 * x if x.is_floating_point() else x)
     more = [model(tokens[:, 24:32], state=state).logits for state in (out.state, changed)]
     torch.testing.assert_close(more[0][:, :4], more[1][:, :4], atol=ROUNDING, rtol=0)
-    assert (more[0] - more[1])[:, 4:].abs().amax(2).min() > 1e-4  # only the tokens behind the query see the prompt
+    assert (more[0] - more[1])[:, 4:].abs().amax(
+        2
+    ).min() > 1e-4  # only the tokens after the query attend to the prompt
 
 
 @pytest.mark.parametrize("names", NAMES, ids=str)

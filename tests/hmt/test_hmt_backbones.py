@@ -29,7 +29,7 @@ BACKBONES = {
     "CohereForCausalLM": {**SIZES, **ROOM, "num_key_value_heads": 1, "logit_scale": 0.5},
     "Lfm2ForCausalLM": {
         **{**SIZES, **ROOM, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]},
-        "initializer_range": 0.3,  # so that what its convolution sees matters
+        "initializer_range": 0.3,  # large enough for the convolution to change the logits
     },
     "MiniMaxForCausalLM": {**SIZES, **ROOM, **LINEAR},
     "Llama4ForCausalLM": {**SIZES, **ROOM, **HEADS, "intermediate_size_mlp": 24, "num_local_experts": 2},
@@ -38,7 +38,7 @@ BACKBONES = {
         **{"cls_token_id": 1, "sep_token_id": 2},
     },
     "RobertaForCausalLM": {**SIZES, **ROOM, "is_decoder": True},
-    "FalconH1ForCausalLM": {  # fills a buffer of its layers from a module that has no parameter of its own
+    "FalconH1ForCausalLM": {  # a module without parameters fills a buffer of its layers
         **{**SIZES, **ROOM, **HEADS, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
         **{"mamba_n_groups": 1, "mamba_chunk_size": 8},
     },
@@ -50,7 +50,7 @@ BACKBONES = {
 }
 
 
-# How the model-pass mode reads them. Nothing can be put in front of windows shorter than a segment, or of gates, and
+# How the two-pass mode reads them. No prompt can precede windows shorter than a segment, or gates, and
 # BLOOM takes no position ids.
 RECURRENT = {f"{name}ForCausalLM" for name in ("Lfm2", "MiniMax", "FalconH1", "Mamba", "Rwkv")}
 WITHOUT_CACHE = RECURRENT | {"RobertaForCausalLM"}

@@ -1,4 +1,4 @@
-"""What users of HMT get wrong: each row is refused with one clear error, or changes no number."""
+"""Mistakes of users of HMT: each row raises one clear error, or does not change any number."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""What accelerate, PEFT and TRL do to an HMT: it works, or it is refused by its name, with advice that works."""
+"""accelerate, PEFT and TRL with an HMT: a call works, or its error gives advice that works."""
 
 import copy
 from importlib.util import find_spec

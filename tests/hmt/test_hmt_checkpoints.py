@@ -174,7 +174,7 @@ def test_trust_in_a_checkpoint_does_not_hold_for_its_backbone(tmp_path, monkeypa
 
 
 def test_arguments_of_the_checkpoint_do_not_reach_its_backbone(pointer, tmp_path, monkeypatch):
-    """AutoModel hands on the commit of the checkpoint; a backbone in another repository has no such commit."""
+    """AutoModel passes the checkpoint's commit on, but the repository of the backbone does not have this commit."""
     pointer.config.backbone_revision = "a1b2"
     pointer.save_pretrained(tmp_path / "hmt")
     calls, load = [], AutoModelForCausalLM.from_pretrained
@@ -289,7 +289,9 @@ def test_a_peft_model_as_backbone(peft, llama, tokens, tmp_path):
     backbone = peft.get_peft_model(llama, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     adapter = {n: p.clone() for n, p in backbone.named_parameters() if "lora_A" in n}
     model = HMTWrapper.from_backbone(backbone, HMTConfig(**SETTINGS))
-    assert all(torch.equal(model.backbone.get_parameter(n), p) for n, p in adapter.items())  # not initialised again
+    assert all(
+        torch.equal(model.backbone.get_parameter(n), p) for n, p in adapter.items()
+    )  # the adapter is not initialized again
     train_a_little(model, tokens)
     assert all(not torch.equal(model.backbone.get_parameter(n), p) for n, p in adapter.items())
     with pytest.raises(NotImplementedError, match="merge_and_unload"):

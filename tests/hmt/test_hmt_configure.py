@@ -41,7 +41,7 @@ def test_replaced_parts_are_noticed(make_wrapper, tokens):
     with torch.no_grad():
         other.memory.summary_token.mul_(2)
     old = model(tokens[:, :13], use_cache=True).state
-    model.memory = other.memory  # as PEFT does for modules_to_save
+    model.memory = other.memory  # PEFT does this for modules_to_save
     assert_close(model(tokens).logits, other(tokens).logits)
     model.backbone.resize_token_embeddings(70)
     assert model(tokens, use_cache=True).state.signature["vocab_size"] == 70

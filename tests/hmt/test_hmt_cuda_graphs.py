@@ -95,7 +95,7 @@ def test_other_weights_are_captured_again(make_wrapper, tokens, graphs):
 
 
 def test_a_call_without_graphs_drops_them(make_wrapper, tokens, graphs):
-    """So that a change in the code of a backbone, which no check notices, can be captured."""
+    """The user can then capture a change in the code of a backbone, which no check notices."""
     model = make_wrapper(cuda_graphs=True)
     with torch.no_grad():
         model(tokens)

@@ -24,7 +24,7 @@ for tokens in (5_000, 20_000):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")
 def test_generating_from_a_long_prompt(tmp_path):
-    """From a path, with new tokens beyond a segment. Attending to 20k tokens in one pass would take gigabytes."""
+    """Load from a path, and generate more than a segment. Attending to 20k tokens in one pass would take gigabytes."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=100, hidden_size=256, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=512)).save_pretrained(tmp_path)

@@ -31,7 +31,7 @@ def test_unequal_prompts_generate_what_each_generates_without_a_cache(make_wrapp
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @pytest.mark.parametrize("arguments, padding", [({}, 0), ({}, 5), ({"num_beams": 2}, 5)], ids=str)
 def test_what_a_cache_has_read_is_cut_from_the_ids(make_wrapper, tokens, arguments, padding, name):
-    """As with any cache of transformers, the whole conversation is given, and its beginning is read once."""
+    """As with any cache of transformers, the caller passes the whole conversation, and its beginning is read once."""
     model, mask, read = make_wrapper(), torch.ones_like(tokens), []
     mask[1, :padding] = 0
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "attention_mask": mask, **arguments}

@@ -14,7 +14,7 @@ LLAMA = ["full", "evict", "sumfull", "ragged7", "ragged11", "batch2", "leftpad",
 LLAMA += ["stage1", "stage1_bptt2", "rmt", "rmt_m2", "retloss"]
 CASES = [f"llama_{name}" for name in LLAMA]
 CASES += ["opt_full", "opt_stage1", "opt_leftpad", "mamba_full", "mamba_stage1", "rwkv_full"]
-RETRIEVAL_LOSS_WEIGHT = 0.05  # of the auxiliary loss in llama_retloss, which HMTWrapper does not have
+RETRIEVAL_LOSS_WEIGHT = 0.05  # weight of the auxiliary loss in llama_retloss, which HMTWrapper does not have
 
 
 # Rounding in float32, by the manifest's `fp32_noise` (largest of all cases): logits and memories 3.2e-6, scores 4e-7,
@@ -37,7 +37,7 @@ class Case:
 
     def inputs(self):
         inputs = self.group("inputs/")
-        inputs.pop("pos_mask", None)  # of the retrieval loss
+        inputs.pop("pos_mask", None)  # an input of the retrieval loss
         return inputs
 
     def wrapper(self, attention=None):
@@ -93,12 +93,12 @@ def test_values_and_gradients(case, scope):
         assert torch.equal(out.recall_distance[1:], expected["recall_distance"].long())
 
     if "ret_loss" in expected:
-        return  # its gradients are in the golden ones
+        return  # the golden gradients include those of the retrieval loss
     out.loss.backward()
     named = {**official_parameters(model), "input_embeddings": model.get_input_embeddings().weight}
     gradients = case.group(f"grad_{scope}/")
     norms = gradients.pop("backbone_norms")
-    floor = torch.finfo(torch.float32).eps * norms.norm()  # a key's bias has no gradient: what cancels is of all sizes
+    floor = torch.finfo(torch.float32).eps * norms.norm()  # the gradient of a key's bias is 0, from terms that cancel
     for name, parameter in named.items():
         if name in case.info["grad_missing"]:
             assert parameter.grad is None

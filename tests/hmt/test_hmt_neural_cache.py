@@ -42,7 +42,7 @@ def test_columns_are_mixed_in_pieces(monkeypatch):
 
 
 def test_logits_keep_their_dtype_and_their_scale():
-    """In bfloat16, cosines are rounded to 2^-9, and 30 times as much is the error of their exponents."""
+    """In bfloat16, cosines are rounded to 2^-9. The exponents are 30 times the cosines, and so are their errors."""
     cache, logits, hidden = random_cache(torch.bfloat16)
     mixed = cache(logits.bfloat16(), hidden.bfloat16())
     assert mixed.dtype == torch.bfloat16

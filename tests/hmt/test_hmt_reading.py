@@ -39,7 +39,7 @@ def test_a_reading_that_was_interrupted_goes_on(make_wrapper, monkeypatch, tmp_p
     assert len(saves) == (1 if seconds else 3)
     state = read_text(model, tokenizer, text, file, name="novel")
     assert calls == [16, 16, *[16] * ((len(text) - 32) // 16 + 1), *[len(text) % 16] * (len(text) % 16 > 0)]
-    read_text(model, tokenizer, text, file, name="novel")  # nothing is left to read
+    read_text(model, tokenizer, text, file, name="novel")  # the whole document has been read
     hook.remove()
     assert state.position == len(text)
     assert [path.name for path in tmp_path.iterdir()] == [file.name]

@@ -72,7 +72,7 @@ def test_rows_that_close_segments_in_turn_take_no_more_columns(make_wrapper, tok
 
 @torch.no_grad()
 def test_copies_of_a_row_share_its_memory(make_wrapper, tokens):
-    """So that the beams of a text do not move its memories with each token."""
+    """Otherwise, beam search would copy the memories with each token."""
     state = make_wrapper()(tokens, use_cache=True).state
     beams = state.select_rows([1, 1, 1])
     own, bank = (x.memory["bank"]["embeddings"] for x in (state, beams))

@@ -59,7 +59,7 @@ def test_recall_report(make_wrapper, tokens):
     recall = model.memory.recall
 
     def recorded(*arguments):
-        assert sum(x() is not None for x in scores) <= 1  # those of a long text are too many to be kept
+        assert sum(x() is not None for x in scores) <= 1  # the scores of a long document would need too much memory
         prompt, weights = recall(*arguments)
         scores.append(weakref.ref(weights))
         return prompt, weights
@@ -134,7 +134,7 @@ def test_the_loss_does_not_depend_on_the_logits_kept(make_wrapper, tokens, scope
     assert out.logits.shape == (2, 1, 61)
     (loss, gradient), (same_loss, same_gradient) = results
     torch.testing.assert_close(same_loss, loss, atol=0, rtol=FP32_MEAN)
-    largest = max(x.abs().max().item() for x in gradient.values())  # that of the logits is rounded to float32
+    largest = max(x.abs().max().item() for x in gradient.values())  # the gradient of the logits is rounded to float32
     for name, x in gradient.items():
         torch.testing.assert_close(same_gradient[name], x, atol=FP32_MEAN * largest, rtol=0)
 

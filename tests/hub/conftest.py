@@ -55,7 +55,9 @@ def run_client(hub, tmp_path):
     def run(name, *arguments, package=False, **variables):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         environment |= commands.HUB | {"HF_TOKEN": "hf_of_alice"} | variables
-        environment |= {"DISABLE_SAFETENSORS_CONVERSION": "1"}  # which would ask a Space of huggingface.co
+        environment |= {
+            "DISABLE_SAFETENSORS_CONVERSION": "1"
+        }  # the conversion would send requests to a Space of huggingface.co
         command, requests = ["python", CLIENTS / name, *arguments], len(hub.log)
         done = commands.run(command, cwd=tmp_path, env=environment, package=package, timeout=400)
         assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"

@@ -114,7 +114,7 @@ class Hub:
     problems: list = field(default_factory=list)  # a missing endpoint, a bug of the server
 
     def repo(self, request, plural, id):
-        """Return a repository; a private one exists for its owner only. Addresses of models' files have no plural."""
+        """Return a repository; a private one exists for its owner only. URLs of models' files omit "models"."""
         user, repo = user_of(request), self.repos.get((TYPES[plural or "models"], id))
         if repo is None or (repo.private and user != id.partition("/")[0]):
             raise Refusal(404 if user else 401, "Repository not found", "RepoNotFound")
@@ -274,7 +274,7 @@ async def resolve(hub, request, plural, id, revision, path):
     commit = repo.at(revision)
     headers, oid = {"X-Repo-Commit": commit.sha}, commit.files.get(unquote(path))
     if oid is None:
-        raise Refusal(404, "Entry not found", "EntryNotFound", headers)  # with its commit, for the client's cache
+        raise Refusal(404, "Entry not found", "EntryNotFound", headers)  # the client's cache needs the commit
     return FileResponse(hub.folder / oid, headers=headers | {"ETag": f'"{oid}"'})
 
 

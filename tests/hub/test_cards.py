@@ -127,7 +127,7 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
 
 @pytest.mark.parametrize("cache", ["full", "quantized:4", "kvpress.SnapKVPress:0.5"])
 def test_a_result_of_a_cache_is_not_published(folder, cache):
-    """Neither as the model's own number, nor as a figure."""
+    """The card shows neither the result nor its figure, because the number is not the model's own."""
     before = build_bundle(folder)
     loss = PositionLoss.of_mean([9.0, 8.5], 4, {"corpus": "a novel", "cache": cache})
     loss.save(folder / "compressed.json")
@@ -182,7 +182,7 @@ def test_a_card_vouches_for_the_code_of_the_package_only(tmp_path):
     assert sentence in with_card(build_bundle(tmp_path)).text("README.md")
     save_tokenizer(tmp_path)
     lines = with_card(build_bundle(tmp_path), "alice/fox", "v1").text("README.md")
-    for name in ("AutoModelForCausalLM", "AutoTokenizer"):  # which would ask without it
+    for name in ("AutoModelForCausalLM", "AutoTokenizer"):  # without the argument, loading would ask for trust
         assert f'{name}.from_pretrained("alice/fox", revision="v1", trust_remote_code=True)' in lines
     (tmp_path / "words.py").touch()
     tokenizer = {"auto_map": {"AutoTokenizer": ["words.Tokenizer", None]}}
@@ -229,7 +229,7 @@ def test_a_string_of_a_file_is_shown_as_text(file, folder):
     CURVE.save(folder / "x](javascript:alert(1)).json")  # a name that no card can link to
     text = with_card(build_bundle(folder)).text("README.md").partition("written by")[2]
     assert "onerror" in text
-    text = re.sub(r"`[^`\n]*`", "", text)  # in code, nothing is HTML
+    text = re.sub(r"`[^`\n]*`", "", text)  # HTML in code is not interpreted
     assert not re.search(r"<img|\n# y|(?<!\\)\]\(javascript", text)
 
 

@@ -78,7 +78,7 @@ HEADERS = (
 
 
 class Touch:
-    """Its pickle creates a file when it is loaded."""
+    """An object whose pickle creates a file when it is loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -129,7 +129,7 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
     publish(saved(fox, **pipelines) | {"code.py": bad}, "mallory/pipeline")
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "mallory/base"}
     publish(saved(fox) | {"adapter_config.json": encoded(adapter)}, "mallory/adapter")
-    # what fails is not kept in memory, and runs in the next check too
+    # a module that fails is not cached, so it also runs in the next check
     entrance = f"from pathlib import Path\nPath({ran!r}).touch()\nraise ImportError\n".encode()
     for branch in ("main", "v1"):
         publish(KERNEL | {"build/torch-cpu/__init__.py": entrance}, "mallory/kernel", type="kernel", branch=branch)

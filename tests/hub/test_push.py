@@ -89,7 +89,7 @@ def test_a_bundle_of_an_adapter(adapter):
     assert set(bundle.files) == {"adapter_config.json", "adapter_model.safetensors", "hf_longctx.json"}
     assert 'AutoPeftModelForCausalLM.from_pretrained("alice/a", revision="b")' in loading_lines(bundle, "alice/a", "b")
     change(adapter / "adapter_config.json", task_type="SEQ_CLS")
-    write(adapter / "base.json", {"model_type": "fox"})  # of `hf-longctx finetune`
+    write(adapter / "base.json", {"model_type": "fox"})  # files of `hf-longctx finetune`
     bundle = build_bundle(adapter)
     assert "base.json" in bundle.files and bundle.auto_class == "AutoPeftModelForSequenceClassification"
     assert 'revision="b", trust_remote_code=True)' in loading_lines(bundle, "alice/a", "b")

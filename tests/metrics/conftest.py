@@ -1,4 +1,4 @@
-"""What is recorded and served, pictures as figures and as words, and evaluate with caches of its own."""
+"""Fixtures: recorded results, servers, figures and their words, and evaluate with its own caches."""
 
 import html
 import json
@@ -65,7 +65,7 @@ def evaluate_cache(tmp_path_factory):
 
 @pytest.fixture
 def figures(monkeypatch):
-    """What would have been saved as a picture."""
+    """A list of the figures that the test saves. No file is written."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
     figures = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: figures.append(figure))

@@ -40,7 +40,7 @@ def added(monkeypatch):
     module = ModuleType("repeats")
     monkeypatch.setitem(sys.modules, "repeats", module)
     exec(compile(FILE, "repeats.py", "exec"), module.__dict__)
-    monkeypatch.setitem(cli.COMMANDS, "repeats", TaskCommand(module.Repeats))  # as when the package is imported
+    monkeypatch.setitem(cli.COMMANDS, "repeats", TaskCommand(module.Repeats))  # the import of the package does this
     return module
 
 

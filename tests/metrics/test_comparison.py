@@ -68,7 +68,7 @@ SETTINGS = dict(
         ({}, []),
         ({"data_type": "random", "corpus": "my.txt"}, ["data (order, random)", "texts (PG-19, my.txt)"]),
         ({"corpus": None, "corpus_sha256": "cd" * 32}, ["texts (PG-19, cdcdcdcd)"]),
-        ({"tokenizer": "hub/two"}, []),  # of the same tokens
+        ({"tokenizer": "hub/two"}, []),  # the tokens are the same
         (
             {"tokenizer": "hub/two", "corpus_sha256": "cd" * 32},
             ["tokenizers with tokens of different sizes (one, two)"],
@@ -108,7 +108,7 @@ def test_each_model_is_tested_against_the_first(tmp_path):
 
 
 def test_two_tokenizers_are_compared_in_bytes(tmp_path):
-    """As many tokens are more text where tokens are longer."""
+    """An equal number of longer tokens is a longer document."""
     lengths = (64, 128, 256)
 
     def measured(name, size, fails):

@@ -1,4 +1,4 @@
-"""What a process measures of a curve: the protocols, in two processes, with journals, where memory is short."""
+"""The counts of a curve: the protocols, two processes, journals, and too little memory."""
 
 import json
 from contextlib import contextmanager
@@ -54,7 +54,7 @@ def tokens_read(model):
 
 
 def share_the_work(folder):
-    """In two processes: what each read, and how both end if one fails."""
+    """Measure in two processes. Return what each process read, and how both end if one fails."""
     rank, model = torch.distributed.get_rank(), tiny_llama(vocab_size=8)
     for protocol in PROTOCOLS:
         with tokens_read(model) as read:
@@ -104,7 +104,7 @@ def stopped_after(model, passes):
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_killed_run_resumes(counting, tmp_path, protocol):
-    """Killed within any part: the same file and curve as without, and nothing is measured twice."""
+    """A run killed at any point resumes: the file and the curve are the same, and nothing is measured twice."""
     options = {"lengths": [2, 9, 12], "repeats": 3, "protocol": protocol, "tokens_per_pass": 8}
     corpus = CORPUS % 8
     whole = forgetting_curve(counting, corpus, journal=tmp_path / "whole", **options)

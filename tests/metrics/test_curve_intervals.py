@@ -50,7 +50,7 @@ def test_the_fine_length_is_a_sign_test_of_texts(good, bad):
 
 
 def test_six_perfect_texts_of_one_length_suffice_and_five_do_not():
-    """Also beside other lengths, which share the risk."""
+    """This also holds with other lengths, which share the risk."""
     lower = {n: step_curve(100, lengths=(100, 8000), repeats=n).interval("fine").low for n in (5, 6)}
     assert lower == {5: 0, 6: 100}
     assert "; 6 repeats are needed for a lower end of the fine length" in step_curve(100, repeats=5).summary()

@@ -181,7 +181,7 @@ def test_settings_and_seed():
 
 
 class Vocabulary:
-    """Of a tokenizer: 28 tokens and a hole for 32 rows, three of the tokens special or added."""
+    """A tokenizer for 32 embeddings: 28 tokens and a gap. Three of the tokens are special or added."""
 
     name_or_path = "tiny"
     all_special_ids, added_tokens_decoder = [11, 14], {14: "<|end|>", 20: "<tool>"}
@@ -293,7 +293,9 @@ def test_a_failure_keeps_what_was_measured(error):
 
 @pytest.mark.parametrize("room", [0, 30], ids=["full", "a part of a line fits"])
 def test_a_full_disk_loses_nothing(tmp_path, room):
-    """Of the journal; the length that could not be written is in the result, and is measured again afterwards."""
+    """The journal stays complete. The length that could not be written is in the result, and the next run measures it
+    again.
+    """
     resource = pytest.importorskip("resource")
     options = dict(lengths=[8, 9, 10], repeats=2)
     whole = forgetting_curve(tiny_llama(), CORPUS, journal=tmp_path / "whole", **options)

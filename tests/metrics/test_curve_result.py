@@ -50,7 +50,7 @@ def test_p_value(copy, lm, p):
 
 
 def test_memory_lengths_match_reference(reference):
-    """Also where exactly 99 % are right at length 99, in float32 above 0.99, which is not fine."""
+    """One run has exactly 99 % correct at length 99. In float32 this is above 0.99, but it is not fine."""
     for run in reference.values():
         assert plain(curve_of(run).memory_lengths) == run["derived"], run["name"]
 
@@ -131,7 +131,7 @@ def test_the_results_of_the_model_cards_are_read():
 
 
 class Point(NamedTuple):
-    """The counts of a length, which need not be those of whole tokens."""
+    """The counts of a length. They may be fractions of tokens."""
 
     length: int
     copy: int

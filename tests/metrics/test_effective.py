@@ -80,7 +80,7 @@ MODELS = {
     [("fades", "NoLiMa"), ("at the threshold", "ours"), ("dips", "RULER"), ("weak", "NoLiMa")],
 )
 def test_the_interval_holds_the_length(model, rule):
-    """Of single answers, in 95 % of the tables, and the luck of the draw; whatever the curve."""
+    """With single answers, the interval contains the length in 95 % of the tables, up to chance, for every curve."""
     rates, rng, tables = np.array(MODELS[model]), np.random.default_rng(0), 150
     threshold = RULES[rule] * (rates[:2].max() if rule == "NoLiMa" else 1)
     truth = max((n for n, rate in zip(LENGTHS, rates) if rate >= threshold), default=0)

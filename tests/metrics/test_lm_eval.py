@@ -49,7 +49,7 @@ def evaluate(lm, task, settings, **options):
 
 
 def counts(result):
-    """By length, (copy, LM) of the repeats."""
+    """Return the counts of the repeats, (copy, LM), keyed by length."""
     scores = [entry for sample in result["samples"] for entry in sample["resps"][0][0]]
     return {key[0]: (score["copy"], score["LM"]) for key, score in scores}
 

@@ -50,7 +50,7 @@ def test_sequences_that_overlap_are_one_text():
     """The report of 32 windows within 44 tokens: no error, and a warning; of two side by side among three, theirs."""
     losses = 3 + np.random.default_rng(0).normal(size=(32, 20))
     close = of_sequences(losses, range(32))
-    assert close.texts == 2 and close.sequences == 32  # from 0 and from 20
+    assert close.texts == 2 and close.sequences == 32  # the sequences that start at 0 and at 20
     assert close.error == pytest.approx(of_sequences(losses[[0, 20]]).error)
     assert "its 32 sequences overlap, and count as 2 sequences" in close.summary()
     assert of_sequences(losses, [0] * 32).error is None

@@ -125,7 +125,7 @@ def test_a_failure_before_anything_was_measured_leaves_no_result():
 
 
 def test_an_interrupted_run_resumes(llama, tokenizer, tokens, tmp_path):
-    """What was measured until an interruption is on disk, and not measured again."""
+    """Measurements before an interruption are on disk, and are not repeated."""
     forward = llama.forward
 
     def interrupted(input_ids, **kwargs):

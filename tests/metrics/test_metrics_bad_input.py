@@ -1,4 +1,4 @@
-"""What users of the metrics get wrong: each row is refused with one clear error."""
+"""Mistakes of users of the metrics: each row raises one clear error."""
 
 from functools import partial
 

@@ -91,7 +91,7 @@ def test_every_metric_has_its_section(page):
 
 
 def test_the_overview_leads_to_every_section(page):
-    """What was not measured, or not to its end, has its row too."""
+    """Measurements that are missing or incomplete have a row, too."""
     anchors = [a["href"].removeprefix("#") for tag, a in page.tags if tag == "a"]
     assert anchors == [f"result-{i}" for i in range(1, 6)] + ["missing-1", "missing-2"]
     assert anchors == [a["id"] for tag, a in page.tags if tag == "section"]

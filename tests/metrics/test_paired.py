@@ -43,7 +43,7 @@ def test_the_t_test_is_that_of_scipy_where_it_is_the_stricter(pairs):
 
 @pytest.mark.parametrize("pairs, least", [(5, 2 / 32), (6, 2 / 64)])
 def test_few_pairs_show_little(pairs, least):
-    """Also where each has the same difference, which a t test takes for a spread of 0."""
+    """This also holds for equal differences, for which a t test assumes a spread of 0."""
     assert p_values(np.full(pairs, 0.3), 1e-3) >= least
     assert interval(np.full(pairs, 0.3), 1e-3)[0] == (-np.inf if pairs < 6 else pytest.approx(0.3, abs=1e-2))
 

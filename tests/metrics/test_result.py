@@ -1,4 +1,4 @@
-"""What all results have in common: texts, files, and what a report says about them."""
+"""The common behaviour of all results: texts, files, and their entries in a report."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What users get wrong with measured and saved results: each row is refused with one clear error, or is harmless."""
+"""Mistakes with measured and saved results: each row raises one clear error, or is harmless."""
 
 import json
 

@@ -107,7 +107,7 @@ def test_grid():
     assert np.array_equal(GRID.grid(), [[0.5, 0.0], [1.0, np.nan]], equal_nan=True)
     assert np.allclose(GRID.grid("probability")[0], 0.5)
     assert "match_rate" not in GRID.to_json()
-    assert GRID.summary() == (  # without replies nothing is found in them
+    assert GRID.summary() == (  # without responses, there is no match rate
         "token for token: 75% of 100 tokens, 0% of 200 tokens; 2 depths, 2 haystacks for each length"
     )
     assert GRID.units(100) == [[cell.answers[i] for cell in GRID.cells[:2]] for i in (0, 1)]
@@ -129,6 +129,6 @@ def test_an_interval_is_one_over_haystacks():
     shared = NeedleGrid.of_parts([cell(100, d / 10, True) for d in range(11)])
     (row,) = shared.numbers()
     assert (row.interval(), row.sample) == ("", "11 questions about 1 haystack")
-    assert [row.interval() for row in GRID.numbers()] == ["", ""]  # of two haystacks at each length
+    assert [row.interval() for row in GRID.numbers()] == ["", ""]  # two haystacks at each length
     assert len({number.name for number in GRID.numbers()}) == 2
     assert [len(score.shares) for score in shared.by_length() + apart(11, 1).by_length()] == [1, 11]

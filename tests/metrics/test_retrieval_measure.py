@@ -17,7 +17,7 @@ from hf_longctx.metrics.retrieval.wording import ANSWER
 
 
 class Talker(Copier):
-    """Also generates."""
+    """A `Copier` that also generates."""
 
     generation_config = SimpleNamespace(pad_token_id=None)
     generate_calls = 0
@@ -82,7 +82,7 @@ def test_replies(bytes_tokenizer, prose, k, asked):
 
 def test_replies_of_a_real_model(bytes_tokenizer, prose):
     model = build("llama", **LLAMA | {"vocab_size": 384})
-    model.generation_config.repetition_penalty = 1.5  # not greedy, strictly
+    model.generation_config.repetition_penalty = 1.5  # with a penalty, generation is not greedy
     (cell,) = needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500], depths=[0.5], seed=3).cells
     (answer,) = cell.answers
     assert not answer.exact

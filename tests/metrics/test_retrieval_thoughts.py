@@ -8,7 +8,7 @@ from hf_longctx.metrics.task import Answered
 
 
 HARMONY = "<|channel|>analysis<|message|>It may be Rome, or", "<|end|><|start|>assistant<|channel|>final<|message|>"
-# How the thought begins and how it ends; what the models write
+# The beginning and the end of the thought, and responses of the models
 FORMATS = {
     "DeepSeek, Qwen3, GLM, MiniMax, Nemotron, Kimi K2": ("<think>\nRome?", "\n</think>\n\n"),
     "Granite 3.3": ("<think>Rome?", "</think><response>"),

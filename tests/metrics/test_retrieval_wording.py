@@ -43,7 +43,7 @@ def test_own_words_stand_as_they_are():
 
 
 def test_languages_without_spaces():
-    """Nothing is put between question and answer, and a reply holds the answer without spaces around it."""
+    """Question and answer are not separated, and a response contains the answer without spaces around it."""
     words = wording(needle="王先生住在北京。", question="王先生住在哪里?答案:", answer="北京")
     assert prompt(words)[0].endswith("\n王先生住在哪里?答案:北京")
     assert contains_text("他住在北京市。", "北京") and not contains_text("他住在上海。", "北京")
@@ -137,7 +137,7 @@ def test_an_answer_is_looked_for_behind_the_thoughts(tokenizer, monkeypatch, rep
     monkeypatch.setattr(tokenizer, "chat_template", THINKING)
     monkeypatch.setattr(LocalReader, "reply", lambda *arguments: replied)
     model, tokens = Copier(99, vocab_size=len(tokenizer)), tokenizer("One day. " * 200)["input_ids"][1:]
-    model.generate = None  # which the reader would call
+    model.generate = None  # the reader would call it
     options = dict(chat_template=True, chat_template_kwargs=kwargs)
     needle = needle_in_a_haystack(model, tokenizer, tokens, lengths=[300], depths=[0.5], **COW, **options)
     (answer,) = needle.cells[0].answers

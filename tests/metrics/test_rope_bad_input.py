@@ -1,4 +1,4 @@
-"""What users of the RoPE bound get wrong: each row is refused with one clear error, or changes no number."""
+"""Mistakes of users of the RoPE bound: each row raises one clear error, or does not change any number."""
 
 import dataclasses
 from functools import partial
@@ -26,7 +26,7 @@ def rope(rope_type="default", **parameters):
 
 
 class Remote(tf.PreTrainedConfig):
-    """As code on the Hub writes it."""
+    """A config class like those of code on the Hub."""
 
     model_type = "remote"
 

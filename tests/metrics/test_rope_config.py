@@ -38,7 +38,7 @@ def quick(monkeypatch):
 
 
 def row(config, *notes, **found):
-    """A config, patterns of notes of its report, and where the report differs from that of PLAIN."""
+    """Return a case: a config, patterns of its report's notes, and differences to the report of PLAIN."""
     return pytest.param(
         config, notes, found, id=f"{config.get('model_type')} {'-'.join(sorted({**config} - PLAIN.keys()))}"
     )
@@ -192,7 +192,7 @@ def test_parts_of_another_shape_than_the_class_expects(quick):
 
 @pytest.mark.parametrize("kind", ["hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan"])
 def test_ntk_alpha_is_the_models_own_frequencies(kind):
-    """Of a type that transformers knows and of an older one that it does not."""
+    """transformers supports the first two model types, but not the older third one."""
     sizes = {"head_dim": 128, "max_position_embeddings": 32768, "model_type": kind}
     scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0}
     report, group = only({**PLAIN, **sizes, "rope_scaling": scaling})

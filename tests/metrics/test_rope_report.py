@@ -257,7 +257,7 @@ def test_a_violation_is_reported_with_the_number_of_distances():
 
 
 def test_linear_scaling_that_is_in_the_length_already():
-    """As Gemma 3 has it, for its global layers."""
+    """The global layers of Gemma 3 have this scaling."""
     full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
     ropes = {"sliding_attention": rope("default", 1e4), "full_attention": full}
     sizes = {**TINY, "max_position_embeddings": 131072, "layer_types": ["sliding_attention", "full_attention"]}
@@ -285,7 +285,7 @@ def test_missing_entry_for_a_layer_type():
 
 
 def test_bound_and_claim_are_marked(words, tmp_path):
-    """Also in the figure of a saved report."""
+    """The figure of a saved report marks both, too."""
     rope_report(llama(), minimum_base=False).save(tmp_path / "rope.json")
     violated = read_result(tmp_path / "rope.json")
     figure = words(violated.plot, train_length=256, title="My bound")
@@ -298,7 +298,7 @@ def test_bound_and_claim_are_marked(words, tmp_path):
 
 @pytest.mark.parametrize("base, scale", [(50.0, "log"), (1e9, "linear")])
 def test_a_bound_far_below_the_claim_is_seen(figures, base, scale):
-    """On a linear axis it would lie in the first pixels."""
+    """On a linear axis, the bound would be in the first pixels."""
     rope_report(llama(rope("default", base), max_position_embeddings=5000), minimum_base=False).plot("unused")
     assert figures[0].axes[0].get_xscale() == scale
 

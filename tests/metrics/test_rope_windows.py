@@ -1,4 +1,4 @@
-"""How far each layer attends: the report against the masks of tiny models, and spellings of unknown model types."""
+"""The window of each layer: the report and the masks of tiny models; the fields of unknown model types."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ TINY = {
     **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
     **{"index_topk": 64, "index_n_heads": 2, "index_head_dim": 8, "mamba_n_heads": 8, "mamba_d_head": 8},
 }
-SETTINGS = {  # of the file, whether or not the config class of the type defines them
+SETTINGS = {  # settings of the file, even if the config class of the type does not define them
     "flat": {
         **{"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2},
         **{"attention_chunk_size": WINDOW, "no_rope_layers": [1, 0, 1, 1]},
@@ -49,7 +49,7 @@ def seen(monkeypatch):
 
 
 def tiny_model(kind, settings):
-    """Build a small model. None if its sizes do not follow from those of TINY."""
+    """Build a small model. If its sizes do not follow from those of TINY, return None."""
     config_class = CONFIG_MAPPING[kind]
     fields = {*getattr(config_class, "__dataclass_fields__", {}), *getattr(config_class, "attribute_map", {})}
     try:
@@ -64,7 +64,7 @@ def tiny_model(kind, settings):
 
 
 def reaches(config):
-    """What the report uses, by layer index."""
+    """Return the windows that the report uses, keyed by layer index."""
     source = read_source(config)
     with_rope_parameters(source)
     groups = layer_groups(source)

@@ -19,7 +19,7 @@ from hf_longctx.windows import HeadWindows
 
 SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 MODEL = build("llama", varied=True, **SMALL)
-NAME = (accepted_options(MODEL) & {*CACHES}).pop()  # of the argument of forward
+NAME = (accepted_options(MODEL) & {*CACHES}).pop()  # name of forward's argument
 MODELS = {
     "llama": MODEL,
     "gemma3": build(
@@ -60,7 +60,7 @@ def uncounted(model):
 
 
 class KeepFirst:
-    """A press like those of kvpress 0.5: its hook reads arguments that transformers does not pass any more."""
+    """A press like those of kvpress 0.5. Its hook reads arguments that transformers no longer passes."""
 
     def __init__(self, share):
         self.share = share
@@ -296,7 +296,7 @@ def test_windows_are_applied_while_the_model_is_read():
 
 
 def test_windows_of_heads_come_from_a_folder(tmp_path):
-    """By the name that a user types. The model is unchanged afterwards."""
+    """A user types the name of the class and the folder. The model is unchanged afterwards."""
     HeadWindows([[-1, 5], [8, 16]], sinks=2).save_pretrained(tmp_path)
     reader = LocalReader(MODEL, f"hf_longctx.windows.HeadWindows:{tmp_path}")
     before, plain = vars(MODEL).copy(), MODEL(torch.tensor(CORPUS[None])).logits

@@ -13,7 +13,7 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics.run.engine import Engine, argmax
 
 
-V = 89  # not the size of anything else
+V = 89  # no other dimension has this size
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 SMALL |= {"vocab_size": V, "varied": True}
 ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -69,7 +69,7 @@ BUDGETS = [(name, 7) for name in [*MODELS, *BUILD]]
 BUDGETS += [("llama", 1), ("llama", 100), ("sliding-window", 100), ("mamba", 1000)]
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # what PEFT asks transformers for
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # PEFT uses deprecated names of transformers
 @pytest.mark.parametrize("name, tokens_per_pass", BUDGETS)
 def test_logits_and_predictions_are_those_of_the_definition(name, tokens_per_pass):
     """One forward pass for each input, without a cache; where two logits are close, either may win."""
@@ -160,7 +160,7 @@ def test_a_cache_that_does_not_do_what_it_says_is_not_used(dtype):
 
 
 def test_frequencies_of_dynamic_rope_are_those_of_the_input():
-    """The rotary embedding keeps those of the longest input that it has read."""
+    """The rotary embedding caches the frequencies of the longest input that it has read."""
     kind, config, *_ = MODELS["dynamic-rope"]
     model, (short, long) = build(kind, **config), np.random.default_rng(0).integers(3, V, size=(2, 60))
     short = short[:30]

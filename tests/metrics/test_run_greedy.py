@@ -10,7 +10,7 @@ from hf_longctx.metrics.run.engine import UnsupportedInput
 from hf_longctx.metrics.run.greedy import RECHECKS
 
 
-POSITIONS = range(4, 29)  # of inputs of 30 tokens
+POSITIONS = range(4, 29)  # positions in inputs of 30 tokens
 
 pytestmark = pytest.mark.usefixtures("no_key_or_proxy")
 
@@ -49,7 +49,7 @@ def test_requests_are_errors_and_one_for_each_part(model):
             asked = len(server.requests)
             assert np.array_equal(right(endpoint, rows), predicted(model, rows))
             asked, wrong = len(server.requests) - asked, (~predicted(model, rows[:2])).sum()
-            chunks = 2 * parts  # of a part whose beginning is right
+            chunks = 2 * parts  # requests for a part whose beginning is correct
             assert asked <= wrong + 2 * (parts + chunks) + 2 * (parts > 1)
 
 

@@ -29,7 +29,7 @@ def run(path, parts=PARTS):
 
 
 def test_a_run_killed_anywhere_ends_with_the_same_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda file: None)  # slow, and what it does cannot be seen here
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # it is slow, and has no effect that this test could see
     run(tmp_path / "whole")
     whole = (tmp_path / "whole").read_bytes()
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]

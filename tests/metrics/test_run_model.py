@@ -1,4 +1,4 @@
-"""What is read off a model before it runs: its position table, its identity."""
+"""Properties that are read from a model before it runs: its position table and its identity."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "int
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_position_table_is_found(name, config, limit):
-    """And is the true limit: one token more cannot be read."""
+    """The limit is exact: the model cannot read one more token."""
     model = build(name, **config)
     assert position_limit(model) == limit
     ids = torch.full((1, limit + 1), 5)

@@ -214,7 +214,7 @@ def test_no_sampler_changes_counts_silently(talker, tokenizer, text, expected, f
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPOILS)
 def test_no_response_changes_counts_silently(talker, tokenizer, text, expected, name):
-    """Ids that are not those of the response are not read, and no text without its spaces is taken for another."""
+    """Ids of another response are not used, and a text without its spaces is not mistaken for another text."""
     for form in FORMS[3:] if "ids" not in name else FORMS[1:3]:
         with serving(talker, form) as server:
             speak(server, tokenizer)
@@ -273,7 +273,7 @@ def test_ids_of_bos_and_eos_come_from_the_tokenizer(byte_level, prose):
 
 
 def test_a_server_without_usage(byte_level, prose):
-    """Without it, we do not know whether a text was encoded as we do. The message said that None tokens were read."""
+    """Without usage, we do not know whether the server encodes a text as we do. The message said "None tokens"."""
     with serving(Talker(len(byte_level)), "ids") as server:
         speak(server, byte_level)
         server.usage = False

@@ -56,7 +56,7 @@ def questions(lengths=(40,) * 7 + (41,) * 3, thinks=False):
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_are_those_of_one_by_one(name, tokens_per_pass, monkeypatch):
     model, tokenizer = MODELS[name](), Numbers()
-    model.generation_config.eos_token_id = [*range(2, 6)]  # so that responses end at different steps
+    model.generation_config.eos_token_id = [*range(2, 6)]  # responses then end at different steps
     reader, asked, calls = LocalReader(model), questions(), []
     with reader.reading(CORPUS[:40], tokens_per_pass):
         for i in (1, 4):  # greedy decoding gives these answers

@@ -96,7 +96,7 @@ def test_the_only_model_is_found(model):
 
 
 def test_a_key_goes_only_where_it_is_meant_to_go(model, monkeypatch):
-    """Not from the environment, not along a redirection, and not into a name."""
+    """It is not read from the environment, does not follow a redirection, and is not part of a name."""
 
     def redirect(handler):
         handler.send_response(302)
@@ -164,7 +164,7 @@ def test_replies_that_do_not_fit(model, spoil, message):
 
 @pytest.mark.parametrize("reply", [[], {"choices": []}])
 def test_a_reply_without_choices_is_named(model, reply, monkeypatch):
-    """Its key error was a raw traceback."""
+    """This was a KeyError with a traceback."""
     with serving(model) as server:
         endpoint = connect(server)
     monkeypatch.setattr(endpoint, "_send", lambda *arguments, **options: reply)
@@ -201,7 +201,7 @@ def test_lasting_trouble(model, trouble, asked):
 
 
 def test_lengths_that_only_the_server_knows_to_be_too_long(model):
-    """Its refusal is the reason why they were not measured; the others are."""
+    """The server's error is the reason why they were not measured. The other lengths are measured."""
     with serving(model, max_model_len=30) as server:
         server.lists_limit = False
         endpoint = connect(server)

@@ -1,4 +1,4 @@
-"""What all pictures share."""
+"""The common parts of all figures."""
 
 import sys
 
@@ -26,7 +26,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: result.kind)
 def test_an_interrupted_run_is_called_so(result):
-    """In its picture and in its summary."""
+    """Its figure and its summary say so."""
     pytest.importorskip("matplotlib")
     from hf_longctx.metrics import style
 

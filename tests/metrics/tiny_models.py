@@ -33,7 +33,7 @@ def tiny_gpt2(n_positions=24):
 
 
 class RemoteCode(nn.Module):
-    """A model that knows no logits_to_keep; `returned` cuts what it gives back."""
+    """A model that does not support logits_to_keep. `returned` selects the positions of its logits."""
 
     def __init__(self, inner, returned=slice(None)):
         super().__init__()
@@ -44,7 +44,7 @@ class RemoteCode(nn.Module):
 
 
 def copied_ids(ids, k, window):
-    """What followed the last k ids when they occurred before, if that was at most `window` positions ago; else 0."""
+    """Predict the id that followed the last k ids at most `window` positions ago, or 0 if they did not occur."""
     guess, ended = [0] * len(ids), {}
     for end in range(k - 1, len(ids)):
         gram = tuple(ids[end - k + 1 : end + 1])

@@ -1,4 +1,4 @@
-"""Every benchmark runs at a tiny size, its JSON names command and machine, and its table is that of the JSON."""
+"""Every benchmark runs at a tiny size. Its JSON names command and machine, and its table shows the JSON."""
 
 import importlib
 import json
@@ -43,7 +43,7 @@ def load(load_script, monkeypatch):
     return lambda name: load_script(f"bench.{name}")
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of the interpreter's numpy
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # from numpy in the interpreter
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ON_CPU) if "gpu" in name else name for name in TINY])
 @torch.compiler.set_stance("force_eager")
 def test_benchmark(load, name, tmp_path, capsys):

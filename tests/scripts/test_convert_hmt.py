@@ -57,7 +57,7 @@ def test_the_command_makes_a_folder_with_the_logits_of_the_authors(case, golden,
     weights = load_file(golden / "hmt" / of_backbone["file"])
     params = {f"memory_cell.model.{name}": x for name, x in weights.items()}
     params |= {name.removeprefix("params/"): x for name, x in tensors.items() if name.startswith("params/")}
-    torch.save({"model_state_dict": params, "iteration": 3}, tmp_path / "model.pth")  # as RMT's trainer does
+    torch.save({"model_state_dict": params, "iteration": 3}, tmp_path / "model.pth")  # RMT's trainer saves such files
     sizes = {"--segment-length": info["L"], "--sensory-tokens": info["k"], "--memory-size": info.get("N")}
     options = [word for name, size in sizes.items() if size is not None for word in (name, str(size))]
     options += ["--base", str(tmp_path / "base")]
@@ -72,7 +72,7 @@ def test_the_command_makes_a_folder_with_the_logits_of_the_authors(case, golden,
         main(command)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # from PEFT
 @pytest.mark.parametrize("tied", [False, True])
 def test_lora_is_added_to_its_layers(model, tied, tmp_path):
     peft = pytest.importorskip("peft")
@@ -97,7 +97,7 @@ def test_weights_that_the_file_lacks_are_those_of_the_base(model, base, tmp_path
 
 
 class Touch:
-    """Its pickle creates a file when it is loaded."""
+    """An object whose pickle creates a file when it is loaded."""
 
     def __reduce__(self):
         return Path.touch, (Path("ran"),)

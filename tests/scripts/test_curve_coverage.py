@@ -34,7 +34,7 @@ def test_vectorised_ends_are_those_of_the_curve(coverage):
     "model, repeats", [("q .97", 10), (".991 to 963, then .989, rho .05", 5), ("q 1 to 500, then .50", 10)]
 )
 def test_the_interval_holds_where_errors_come_by_text(coverage, model, repeats):
-    """By the mean, 43 to 98 % of adaptive curves and up to 87 % of others had a fine length above the truth."""
+    """With the mean, 43 to 98 % of adaptive curves and up to 87 % of others had a fine length above the truth."""
     rng, model = np.random.default_rng(0), coverage.MODELS[model]
     for simulate, grid, curves in ((coverage.fixed, "16 lengths to 1600", 200), (coverage.adaptive, None, 10)):
         lengths = coverage.GRIDS.get(grid) or coverage.linear_lengths(1600, 32)

@@ -13,6 +13,6 @@ def test_an_experiment_keeps_its_parts(load, smollm2, tmp_path, capsys, monkeypa
     first, result = capsys.readouterr().out, json.loads((tmp_path / "x.json").read_text())
     assert len(result["rows"]) == 2 and "|---|" in first
     assert str(tmp_path) not in json.dumps(result["settings"])
-    monkeypatch.setattr(module, "one_stretch", None)  # so that measuring again fails
+    monkeypatch.setattr(module, "one_stretch", None)  # measuring again would then fail
     module.main(arguments)
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == result["rows"]

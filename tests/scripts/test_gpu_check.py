@@ -12,7 +12,7 @@ from hf_longctx.fox import backend_fox
 
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter's numpy
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # from numpy in the interpreter
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU"),
 ]

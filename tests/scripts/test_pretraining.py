@@ -43,7 +43,7 @@ def corpus(load, tmp_path, monkeypatch):
 
 
 class Now:
-    """An executor that runs a function as it is submitted, because signals need the main thread."""
+    """An executor that runs a function when it is submitted, because signals need the main thread."""
 
     def __init__(self, workers):
         pass
@@ -104,5 +104,5 @@ def test_models_are_trained_and_compared(pretraining, tmp_path, capsys, monkeypa
     assert sum("keys_dropped" in row for row in rows.values()) == 2
     assert len({row["training_loss"] for row in rows.values()}) == len(rows)
     assert capsys.readouterr().out.count("| FoX (Pro) | loss at 129 to 256, nats |") == len(rows) - 1
-    monkeypatch.setattr(pretraining, "torch", None)  # what was measured is not computed again
+    monkeypatch.setattr(pretraining, "torch", None)  # measured points are not computed again
     assert result_of(pretraining, options, tmp_path) == rows

@@ -48,7 +48,7 @@ def test_rows_are_filled_by_the_commands_and_kept(load, tmp_path, capsys, monkey
     assert cells["copied"] == module.read(tiny, "curve").points[1].copy_mean and len(tiny["loss"]) == 8
     assert "| of the paper | 4k |" in module.table({"rows": [tiny, absent, paper]})
 
-    module.main(["--models", "of the paper", *folders])  # which fails, and the others stay
+    module.main(["--models", "of the paper", *folders])  # this run fails, and the other rows are retained
     kept = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert kept[:2] == [tiny, absent] and kept[2]["missing"] == "curve, loss, needle, lines"
     module.main(["--models", "tiny", *folders])

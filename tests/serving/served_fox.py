@@ -10,7 +10,7 @@ import torch
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
 
 
-# In the process of the test, all prompts of a call are sure to meet in one step, and an engine starts in seconds.
+# In the test's own process, all prompts of a call are in the same step, and an engine starts in seconds.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 vllm = pytest.importorskip(
     "vllm", reason="vLLM needs an environment of its own, which scripts/serve_vllm makes", exc_type=ImportError
@@ -97,11 +97,11 @@ def counter(llm, name):
 
 @torch.no_grad()
 def difference(model, outputs):
-    """Of log-probabilities between vLLM and transformers, which reads what vLLM wrote.
+    """Compare the log-probabilities of vLLM with those of transformers, which reads the tokens that vLLM generated.
 
     Returns:
-        The largest difference, of the five likeliest tokens at each place, the mean difference of the tokens, and the
-        number of written tokens that are not the likeliest for transformers.
+        The largest difference over the five most likely tokens at each position, the mean difference of the generated
+        tokens, and the number of generated tokens that are not the most likely ones for transformers.
     """
     worst, reply_differences, not_greedy = [], [], 0
     for output in outputs:

@@ -1,4 +1,4 @@
-"""The metrics on a FoX in vLLM: counts are those of the model, offline and through a server."""
+"""The metrics on a FoX in vLLM: counts equal those of the model, offline and through a server."""
 
 import json
 from pathlib import Path

@@ -46,7 +46,7 @@ def quantize(model, folder):
 
 
 def dtypes_and_methods(model):
-    """Of the parameters and linear layers of a model in vLLM."""
+    """Return the dtypes of parameters and the quantization methods of linear layers of a model in vLLM."""
     methods = {name: type(getattr(module, "quant_method", None)).__name__ for name, module in model.named_modules()}
     return {name: parameter.dtype for name, parameter in model.named_parameters()}, methods
 

@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 def configured(folder, **options):
-    """What vLLM does before it starts workers."""
+    """Create the config of an engine, as vLLM does before it starts workers."""
     engine_args = vllm.EngineArgs(str(folder), skip_tokenizer_init=True, **{"max_model_len": 256} | options)
     return engine_args.create_engine_config()
 

@@ -84,7 +84,10 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(variant, tmp_pat
     [
         ("grouped heads, rope, biases, shared norm", dict(tensor_parallel_size=2)),
         ("pro, grouped heads, yarn", dict(tensor_parallel_size=2)),
-        ("pro", dict(pipeline_parallel_size=2, enforce_eager=False)),  # eager, vLLM's build for CPUs has no pipelines
+        (
+            "pro",
+            dict(pipeline_parallel_size=2, enforce_eager=False),
+        ),  # vLLM's build for CPUs does not support pipelines in eager mode
     ],
     ids=["heads", "heads of pro", "layers of pro"],
 )

@@ -1,4 +1,4 @@
-"""What runs without vLLM. Sums and predecessors over steps of a paged cache are those of each request by itself."""
+"""Code that runs without vLLM. Sums and predecessors over steps of a paged cache equal those of each request alone."""
 
 import random
 import sys
@@ -68,14 +68,14 @@ class Requests:
         return (c[: len(sums)] - sums).abs().nan_to_num(nan=torch.inf).max().item()
 
 
-EXACT = 1e-5  # but for the rounding of the sum to float32
+EXACT = 1e-5  # up to the rounding of the sum to float32
 
 
 @pytest.mark.parametrize("sizes", [[1], [0, 7, 200, 200]], ids=["decode", "chunks"])
 @pytest.mark.parametrize("tokens_per_state", [16, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_requests_of_any_schedule(dtype, tokens_per_state, sizes):
-    """In any order, in chunks of any size. Most begin with the blocks of another request, often in the same step."""
+    """Requests arrive in any order and in chunks of any size. Most share their first blocks with another request."""
     pick = random.Random(f"{dtype} {tokens_per_state} {sizes}")
     requests, parents, done = Requests(dtype, tokens_per_state), [], []
     for i in range(10):

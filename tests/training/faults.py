@@ -94,7 +94,7 @@ def shard():
 
 
 def train_in_process(values, fault, arguments, environment, sharded):
-    gc.freeze()  # what is imported is searched by no collection
+    gc.freeze()  # garbage collections then skip the imported objects
     os.environ |= environment
     torch.set_num_threads(1)
     if sharded:

@@ -36,7 +36,7 @@ MODELS = {
 def make_model(name):
     torch.manual_seed(0)
     sizes = MODELS[name] if name == "gpt2" else SIZES | MODELS[name]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)).double().eval()  # without dropout
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)).double().eval()  # disables dropout
     with torch.no_grad():  # initial ones hardly differ from each other, and a wrong cap would not be seen
         model.get_output_embeddings().weight.mul_(20)
     return model

@@ -78,7 +78,7 @@ def test_every_preset_is_a_config(preset):
 
 
 def test_short_sequences_do_not_shorten_the_context_of_a_new_model(tmp_path):
-    """Neither of a config that leaves it to its default, nor of one that calls it `n_positions`."""
+    """This holds for a config with the default context, and for a config that calls it `n_positions`."""
     for name in ("gpt2", "llama"):
         (tmp_path / f"{name}.json").write_text(f'{{"model_type": "{name}"}}')
         config = make_config(

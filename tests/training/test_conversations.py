@@ -428,7 +428,7 @@ def written(source, tokenizer):
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json", "folder"])
 def test_nulls_that_arrow_adds_are_not_trained(suffix, tokenizer, tmp_path):
-    """In arguments, in lists of structs inside them, in content parts and in tools."""
+    """Arrow adds nulls to arguments, to lists of structs inside them, to content parts and to tools."""
     tokenizer.chat_template = WRITES_JSON
     source = tmp_path / ("folder" if suffix == "folder" else f"calls.{suffix}")
     if suffix == "jsonl":
@@ -443,7 +443,7 @@ def test_nulls_that_arrow_adds_are_not_trained(suffix, tokenizer, tmp_path):
 
 
 def test_nulls_that_the_author_wrote_are_trained(tokenizer, tmp_path):
-    """In a JSON file, and in strings of JSON in a table. A null turn field, such as OpenAI's content, is left out."""
+    """Nulls in a JSON file, and in JSON strings in a table, are retained. Null fields of a turn are dropped."""
     tokenizer.chat_template = WRITES_JSON
     rows = [call({"unit": None}, "2024-01-01", tool(a={"default": None})) for _ in range(2)]
     rows[0]["messages"][1]["content"] = None

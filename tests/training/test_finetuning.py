@@ -120,7 +120,7 @@ def test_modules_trained_in_full_stay_float32_alongside_a_bfloat16_base(recipe, 
     if recipe == "hmt":
         sizes = dict(max_length=80, set=["segment_length=40", "sensory_tokens=8"])
     if recipe == "fox-from-llama":
-        sizes["decay_time"] = 1e7  # which bfloat16 cannot tell from 6 % less
+        sizes["decay_time"] = 1e7  # bfloat16 cannot represent a difference of 6 %
     options = dict(recipe=recipe, tokenizer=str(llama), data=str(llama / "text.txt"), bf16=True, **sizes)
     for stage in ("first", "second") if recipe == "hmt" else ("first",):
         run = settings(base, tmp_path / stage, **options)
@@ -134,7 +134,7 @@ def test_modules_trained_in_full_stay_float32_alongside_a_bfloat16_base(recipe, 
         base = tmp_path / stage / "model"
         saved = load_file(base / "model.safetensors")
         assert whole and not any(torch.equal(p, p.bfloat16().float()) for p in whole.values())
-        whole = {name: whole[name] for name in whole if name in saved}  # not the second of tied ones
+        whole = {name: whole[name] for name in whole if name in saved}  # tied parameters are saved once
         assert {n for n, p in saved.items() if p.dtype == torch.float32} == set(whole)
         assert all(torch.equal(saved[name], parameter) for name, parameter in whole.items())
         loaded = AutoModelForCausalLM.from_pretrained(base)
@@ -158,7 +158,7 @@ def test_a_quantized_base_is_kept_with_its_adapter_or_merged_into_the_whole_one(
     folder = tmp_path / "run" / "model"
     expected = logits(load_adapter(before, folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if recipe != "lora":  # which leaves the base as it was
+    if recipe != "lora":  # lora does not change the base
         torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-5)
         whole = {n: p for n, p in load_file(folder / "adapter_model.safetensors").items() if "lora_" not in n}
         assert whole and all(p.dtype in (torch.float32, torch.uint8) for p in whole.values())
@@ -211,7 +211,7 @@ def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, steps, ll
         expected = weights(tmp_path / f"checkpoint-{step}")
         return all(torch.equal(weights(tmp_path / "model")[name], tensor) for name, tensor in expected.items())
 
-    for _ in range(2):  # and again when all steps are done
+    for _ in range(2):  # the second run resumes after the last step
         assert train(make(run)) == 0
         assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
         assert is_of(2) and not is_of(4)
@@ -306,7 +306,7 @@ def test_a_new_fox_equals_its_llama_before_training_however_short_the_sequences_
         return base_of(settings(tmp_path / "source", tmp_path / "run", **options), DEMO).eval()
 
     ids = torch.randint(3, VOCABULARY, (2, 96))  # beyond `max_length`, and beyond the claimed context
-    rounding = 1e-4  # of logits up to 8; the converter has as much
+    rounding = 1e-4  # for logits up to 8; the converter's test has the same tolerance
     with torch.no_grad():
         expected = source(ids).logits
         torch.testing.assert_close(fox()(ids).logits, expected, atol=rounding, rtol=0)
@@ -318,8 +318,8 @@ def test_a_new_fox_equals_its_llama_before_training_however_short_the_sequences_
 
 
 def test_a_recipe_prints_no_warning_about_weights_that_it_makes_itself_but_true_ones(llama, tmp_path, caplog):
-    """Of loading the base, saving an adapter and merging it."""
-    logging.enable_propagation()  # to caplog
+    """The run loads the base, saves an adapter and merges it."""
+    logging.enable_propagation()  # caplog needs it
     try:
         assert train(settings(llama, tmp_path / "run", recipe="fox-from-llama")) == 0
         assert not [line for line in caplog.messages if "LOAD REPORT" in line or "model of type" in line]
@@ -354,7 +354,7 @@ def test_an_adapter_names_the_checkpoint_only_if_that_is_its_base(recipe, llama,
 
 def test_an_extended_model_generates_as_far_as_it_was_extended(llama, tmp_path):
     shutil.copytree(llama, tmp_path / "llama2")
-    GenerationConfig(max_length=64).save_pretrained(tmp_path / "llama2")  # as Llama 2 has
+    GenerationConfig(max_length=64).save_pretrained(tmp_path / "llama2")  # Llama 2 has such a limit
     run = settings(tmp_path / "llama2", tmp_path / "run", recipe="rope-extend", max_length=128, max_steps=1)
     assert train(run) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").generation_config.max_length == 128
@@ -378,7 +378,7 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path):
     options = dict(recipe="hmt", max_length=80, lr_decay_every=2, **fields)
     texts = dict(tokenizer=str(llama), data=str(llama / "text.txt"))
     assert train(settings(llama, tmp_path / "first", **options)) == 0
-    # of optimizer steps, which have two passes each
+    # the rate falls with optimizer steps, of two passes each
     assert [line["learning_rate"] for line in log(tmp_path / "first")] == pytest.approx([1e-2, 1e-2, 7e-3])
     adapted = json.loads((tmp_path / "first" / "adapter" / "adapter_config.json").read_text())
     assert set(adapted["target_modules"]) == {"q_proj", "v_proj"} and adapted["modules_to_save"] == ["memory"]

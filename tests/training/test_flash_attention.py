@@ -31,7 +31,7 @@ SHAPES = []
 
 
 def stub(module, query, key, value, attention_mask, scaling=None, position_ids=None, **kwargs):
-    """As FlashAttention, which reads each document by itself: transformers finds them in the positions of one row."""
+    """Compute attention as FlashAttention does: each document separately, found by the positions of a single row."""
     assert attention_mask is None and len(query) == 1
     SHAPES.append(tuple(position_ids.shape))
     bounds = [*(position_ids[0] == 0).nonzero()[:, 0].tolist(), query.shape[2]]
@@ -44,7 +44,7 @@ def stub(module, query, key, value, attention_mask, scaling=None, position_ids=N
 
 def test_packed_sequences_have_the_losses_that_they_have_with_a_mask(tmp_path, monkeypatch):
     AttentionInterface.register(NAME, stub)
-    set_attention = PreTrainedModel.set_attn_implementation  # which would look for the stub on the Hub
+    set_attention = PreTrainedModel.set_attn_implementation  # it would look for the stub on the Hub
     monkeypatch.setattr(
         PreTrainedModel,
         "set_attn_implementation",
@@ -81,7 +81,7 @@ def test_packed_sequences_have_the_losses_that_they_have_with_a_mask(tmp_path, m
 
 
 def test_a_model_that_takes_no_positions_is_refused():
-    """Its layers get other arguments of a call, but the collator leaves positions out."""
+    """Its layers receive the other arguments of a call, but the collator removes positions."""
     AttentionInterface.register(NAME, stub)
     sizes = dict(vocab_size=VOCABULARY, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)
     model = BartForCausalLM(BartConfig(**sizes))

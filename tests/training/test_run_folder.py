@@ -200,7 +200,7 @@ def test_incomplete_checkpoints_are_removed_and_copies_left_alone(stopped):
     run, expected = stopped / "run", log(stopped / "run")
     shutil.copytree(run / "checkpoint-2", run / "checkpoint-2-backup")
     shutil.copytree(run / "checkpoint-2", run / "checkpoint-7")
-    (run / "checkpoint-7" / COMPLETE).unlink()  # as a kill leaves it
+    (run / "checkpoint-7" / COMPLETE).unlink()  # a killed run leaves such a checkpoint
     assert train(settings(stopped)) == 0 and not (run / "checkpoint-7").exists()
     assert log(run) == expected and (run / "checkpoint-2-backup" / "trainer_state.json").exists()
 

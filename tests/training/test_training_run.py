@@ -161,7 +161,7 @@ def test_shards_that_share_rows_divide_a_step_and_resume_too(apart, in_one_proce
     assert apart(run, processes=2, sharded=True) == 0
     assert losses(tmp_path) == pytest.approx(losses(in_one_process), rel=1e-5)
     states = [torch.load(file, weights_only=False)["cpu"] for file in tmp_path.glob(f"checkpoint-{STEPS}/rng_*")]
-    assert len(states) == 2 and not torch.equal(*states)  # of dropout
+    assert len(states) == 2 and not torch.equal(*states)  # dropout differs between processes
 
 
 @pytest.mark.slow

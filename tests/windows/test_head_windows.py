@@ -1,4 +1,4 @@
-"""`HeadWindows`: its file, how it is applied and removed, and what it does not support."""
+"""`HeadWindows`: the file, `apply` and `remove`, and unsupported models."""
 
 import copy
 import json

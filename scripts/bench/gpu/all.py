@@ -85,7 +85,7 @@ def run_command(command, limit):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     lines = collections.deque(maxlen=5)
     with subprocess.Popen(command, cwd=common.ROOT, **options) as process:
-        timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))  # with its workers
+        timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))  # kills its workers, too
         timer.start()
         for line in process.stdout:
             print(line, end="", flush=True)

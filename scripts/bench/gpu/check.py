@@ -46,7 +46,7 @@ FLASH = {
     "flash_attention_4": is_flash_attn_4_available,
 }
 CANDIDATES = [NAME, "sdpa", *FLASH]
-ALL_KEYS = f"{NAME}, all keys"  # without pruning
+ALL_KEYS = f"{NAME}, all keys"  # pruning is off
 WORK = ("training", "prefill", "decoding")
 PROVED = ((2, 2, 129), (1, 1, 301))  # batch, key heads and tokens that are compared with the definition
 # All that differs on a CPU. step: size of the model in a training step; lengths: of sequences in a batch; cached:
@@ -111,7 +111,9 @@ def draw(config: FoxConfig, work: str, rows: int, length: int, device: str, head
         rows, heads * group, heads, queries, length, config.head_dim, dtype, device=device
     )
     q, k = (F.rms_norm(x, x.shape[-1:]) for x in (q, k))
-    q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))  # as projections lie
+    q, k, v, do = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do)
+    )  # the memory layout of projections
     return [q, k, v, log_f, do]
 
 

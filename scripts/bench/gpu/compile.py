@@ -213,7 +213,7 @@ def report(capability, kernel, dtype, head_dim, bounded, tile=None, B=2, H=8, kv
 
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["hf_longctx.fox.triton_fox", "triton.compiler"])  # so that a process starts quickly
+FORKS.set_forkserver_preload(["hf_longctx.fox.triton_fox", "triton.compiler"])  # processes then start quickly
 
 
 def send_report(pipe, case):

@@ -35,10 +35,10 @@ from scripts.bench import common
 from scripts.bench.gpu import budget
 
 
-LOGIT_BOUND = 8.0  # of |scale * q.k|, as QK-norm gives it for head_dim=64
+LOGIT_BOUND = 8.0  # bound on |scale * q.k| under QK-norm, for head_dim=64
 # In units of the two products of the forward pass; the three of dq and four of dk/dv count as five.
 USEFUL_PRODUCTS = {"forward": 1.0, "dq": 1.5 * 5 / 7, "dkdv": 2.0 * 5 / 7}
-MANY_SPILLS = 0.1  # of the instructions in the hot loop
+MANY_SPILLS = 0.1  # share of the instructions in the hot loop
 ROW_TOLERANCE = 0.03  # bfloat16 results of two tiles, row by row
 ROUNDS = {"cuda": 15, "cpu": 1}
 CLEARLY_FASTER = 1.01  # the gain for which a tile replaces the current one
@@ -92,7 +92,7 @@ class Problem:
         self.shape, self.scale, self.saved = (B, H, T, D), D**-0.5, None
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         *inputs, log_f, self.do = budget.draw(B, H, H, T, T, D, dtype, openness=4.0, device=device)
-        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)  # as projections lie
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)  # the memory layout of projections
         first = torch.zeros(1, 1, T, dtype=torch.int32, device=device)
         self.inputs = (q, k, v, fox.fox_running_sum(log_f, None), first, key_ranges_fox.find_query_end(first, T))
         self.bound = torch.full((B, H), LOGIT_BOUND, device=device)
@@ -129,7 +129,7 @@ def compile_tiles(kernel, problem, until):
     """Return a row for each candidate that was compiled, the current tile first, with the reason to drop it."""
     B, H, _, D = problem.shape
     candidates = neighbours(kernel, getattr(launched_tiles("cuda")[tiles_fox.padded(D)], kernel))
-    from scripts.bench.gpu.compile import reports  # which cannot be imported to interpret kernels
+    from scripts.bench.gpu.compile import reports  # compile.py cannot be imported if kernels are interpreted
 
     case = {"capability": tiles_fox.capability_of(torch.device("cuda")), "kernel": kernel, "dtype": "bf16"}
     case |= {"head_dim": D, "bounded": True, "B": B, "H": H}

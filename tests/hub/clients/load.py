@@ -112,7 +112,7 @@ def check_hmt_around_a_fox():
         assert type(model.backbone).__module__.startswith(
             f"transformers_modules.alice.{name.replace('-', '_hyphen_')}"
         )
-        if not OFFLINE:  # and from a folder
+        if not OFFLINE:  # also loads from a folder
             model.save_pretrained(f"again-{name}")
             same(AutoModelForCausalLM.from_pretrained(f"again-{name}", trust_remote_code=True), "hmt-fox")
 

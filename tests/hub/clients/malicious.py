@@ -58,7 +58,7 @@ def check_a_pickle_runs_no_code():
 
 
 def check_code_of_another_repository_needs_trust():
-    """With trust, transformers runs it; but a FoX is the package's own, where the package is installed."""
+    """With trust, transformers runs the code. If the package is installed, a FoX uses the code of the package."""
     config = AutoConfig.from_pretrained("mallory/chain", trust_remote_code=True)
     assert type(config).__module__.startswith("hf_longctx.") and not RAN.exists()
     refused(AutoConfig.from_pretrained, "mallory/unknown-chain", says="mallory/evil", trust_remote_code=False)
@@ -81,7 +81,7 @@ def check_a_memory_runs_no_code():
 
 
 def check_an_adapter_names_whose_code_is_trusted():
-    """Also beside a FoX: its files are then not read."""
+    """The same holds for an adapter next to a FoX, whose files are then not read."""
     refused(load, "mallory/adapter", trust_remote_code=False)
     runs(load, "mallory/adapter", trust_remote_code=True)
 
@@ -112,14 +112,14 @@ def check_fields_that_name_code():
 
 
 def check_a_kernel_needs_trust_by_its_own_name():
-    """Whoever names it: a file of the repository, or the call."""
+    """Either a file of the repository or the call can name the kernel."""
     refused(load, "mallory/field-8", trust_remote_code=True, says="publisher trust")
     refused(load, "mallory/generate-fox", attn_implementation="mallory/kernel", says="publisher trust")
     runs(load, "mallory/generate-fox", attn_implementation="mallory/kernel", allow_all_kernels=True)
 
 
 def check_a_kernel_of_a_layer_is_named_and_trusted_by_the_call():
-    """And not by a file of the repository."""
+    """A file of the repository cannot trust the kernel of a layer."""
 
     def load_with(kernel, **options):
         config = KernelConfig({"RMSNorm": kernel})

@@ -30,7 +30,7 @@ def turn(**knobs):
 
 
 def push(*words, code=0, command="push"):
-    """What the command prints."""
+    """Run the command. Return its output."""
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         status = cli.main([command, *words])
