@@ -51,6 +51,11 @@ def group_heads(available, needed, short):
     return groups
 
 
+def total_slots(groups):
+    """Return the number of slots of all heads in groups, [(slots of a head, heads), ...]."""
+    return sum(slots * len(heads) for slots, heads in groups)
+
+
 class RaggedLayer(AttendingLayer, DynamicLayer):
     """One layer of a `RaggedCache`, for a `FoxAttention`. Its `Pruning` decides what is dropped.
 
@@ -348,16 +353,23 @@ class StaticRaggedLayer(RaggedLayer):
         raise NotImplementedError("a PrunedCache with max_cache_len cannot remove tokens. Leave max_cache_len out.")
 
     def _plan(self, available, needed, tokens):
-        room, plan = max(tokens, self.prune_every), {}
+        room = max(tokens, self.prune_every)
+        current = [(group.keys.shape[2], {head: needed[head] for head in group.heads}) for group in self.groups]
+        smaller: dict[int, dict[int, int]] = {}
         for head, length in enumerate(needed):
-            slots = self.slots
-            while length < int(self.length) and slots % 2 == 0 and slots // 2 >= length + length // 4 + room:
-                slots //= 2
-            plan.setdefault(slots, {})[head] = length
-        same = [(group.keys.shape[2], {head: needed[head] for head in group.heads}) for group in self.groups]
-        fits = all(slots == self.slots or slots >= max(lengths.values()) + room for slots, lengths in same)
-        after, before = (sum(slots * len(lengths) for slots, lengths in x) for x in (plan.items(), same))
-        return same if fits and after > 0.75 * before else list(plan.items())
+            smaller.setdefault(self._fewest_slots(length, room), {})[head] = length
+        fits = all(slots == self.slots or slots >= max(lengths.values()) + room for slots, lengths in current)
+        # compiled steps use the tensors of the current groups, so new ones must save a quarter of the memory
+        if fits and total_slots(smaller.items()) > 0.75 * total_slots(current):
+            return current
+        return list(smaller.items())
+
+    def _fewest_slots(self, length, room):
+        """Halve the slots while they hold `length` tokens, a quarter more, and `room`."""
+        slots = self.slots
+        while length < int(self.length) and slots % 2 == 0 and slots // 2 >= length + length // 4 + room:
+            slots //= 2
+        return slots
 
 
 class StaticRaggedHybridLayer(StaticRaggedLayer, LinearAttentionAndFullAttentionLayer):

@@ -1,9 +1,9 @@
 """Tokenization of conversations. Only the assistant's tokens are scored, i.e. contribute to the loss."""
 
 import json
+import os
 import re
 import sys
-from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -162,9 +162,9 @@ def encode_spans(text: str, spans: list[tuple[int, int]], tokenizer, **options) 
     return np.asarray(encoded["input_ids"], np.int64), scored
 
 
-def common_length(a: Sequence, b: Sequence) -> int:
-    """Return the length of the common prefix of two sequences."""
-    return bisect(range(1, min(len(a), len(b)) + 1), False, key=lambda n: a[:n] != b[:n])
+def common_length(a: str, b: str) -> int:
+    """Return the length of the common prefix of two strings."""
+    return len(os.path.commonprefix([a, b]))  # noqa: RUF071 (these are not paths)
 
 
 def render_turns(

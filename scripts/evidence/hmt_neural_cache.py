@@ -134,7 +134,8 @@ def gain_lines(rows, readings, parts):
     reference, *others = readings
     lines = []
     for reading in others:
-        for name, part in ({"": rows} | (parts if reading == "own book" else {})).items():
+        groups = {"": rows, **parts} if reading == "own book" else {"": rows}
+        for name, part in groups.items():
             gains = {x: "{:+.3f} ± {:.3f}".format(*gain(part, reading, x, reference)) for x in SCORED}
             lines.append({"name": reading + name} | gains)
     return lines
