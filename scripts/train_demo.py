@@ -1,8 +1,8 @@
-"""Train and measure model_cards/fox-demo and model_cards/llama-demo: a FoX (Pro), and a Llama of its size.
+"""Train and measure the models of the demo: a FoX (Pro), a Transformer (Pro) and a Llama of equal size.
 
     python -m scripts.train_demo [--work FOLDER | --measure-only]
 
-Collects the corpus (`scripts.demo_corpus`), trains a tokenizer, and trains both models in three stages. The commands
+Collects the corpus (`scripts.demo_corpus`), trains a tokenizer, and trains each model in three stages. The commands
 are printed and saved in `training.txt` of each card; `training.yaml` contains all settings of the last stage. After an
 interruption, the same command resumes. The models are saved in bfloat16, with their logs, a generated sample, their
 losses by position and their forgetting curves on a held-out novel. --measure-only measures the saved models again.
@@ -57,7 +57,7 @@ SAMPLING = {
 LENGTHS, REPEATS = range(64, 1025, 64), 20
 PROMPT = "She looked at him, and"
 GATES = 512  # tokens in the heat map of the gates
-TITLE = "A FoX and a Llama of equal size and training"
+TITLE = "Three models of equal size and training"
 
 
 def main():
@@ -81,7 +81,7 @@ def main():
 
 
 def train_all(work):
-    """Train both models, and save them in the folders of their cards."""
+    """Train all models, and save them in the folders of their cards."""
     if not (work / "corpus").exists():
         demo_corpus.write(work / "corpus")
     if not (work / "tokenizer").exists():
@@ -127,6 +127,7 @@ def publish(stages, card):
     trained = list(stages)[-1] / "model"
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
     model.config.use_cache = True  # Trainer disabled it
+    model.config.max_position_embeddings = ROW  # a preset claims a longer context
     model.generation_config.update(**SAMPLING)
     model.save_pretrained(card)
     AutoTokenizer.from_pretrained(trained).save_pretrained(card)
@@ -153,17 +154,16 @@ def measure(card):
     tokenizer = AutoTokenizer.from_pretrained(card)
     model.config._name_or_path = tokenizer.name_or_path = card.name
     tokens = tokenizer(load_text(str(HELD_OUT)), add_special_tokens=False, verbose=False)["input_ids"]
-    train_length = model.config.max_position_embeddings
-    options = {"tokenizer": tokenizer, "corpus_name": "Persuasion", "train_length": train_length}
+    options = {"tokenizer": tokenizer, "corpus_name": "Persuasion", "train_length": ROW}
     options["run"] = Run(progress=True)
     loss = position_loss(model, tokens, context_length=LENGTHS[-1], **options)
     loss.save(card / "position_loss.json")
-    loss.plot(card / "position_loss.png", train_length=train_length)
+    loss.plot(card / "position_loss.png", train_length=ROW)
     curve = forgetting_curve(model, tokens, lengths=LENGTHS, repeats=REPEATS, **options)
-    if model.config.model_type == "fox":
+    if getattr(model.config, "forget_gate", "none") != "none":
         plot_forget_gates(model, tokens[:GATES], card / "gates.png")
     curve.save(card / "forgetting_curve.json")
-    curve.plot(card / "forgetting_curve.png", train_length=train_length)
+    curve.plot(card / "forgetting_curve.png", train_length=ROW)
     print(f"{card.name}: {curve.summary()}")
 
 

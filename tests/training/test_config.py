@@ -55,7 +55,14 @@ def test_help_shows_our_options_and_the_usual_ones_and_says_where_the_rest_is(ca
 # Table 6 counts the head, but not the input embedding. The models of 5m are compared, with a vocabulary of 4096.
 @pytest.mark.parametrize(
     "preset, millions",
-    [("fox-125m", 124), ("fox-360m", 360), ("fox-760m", 757.6), ("fox-pro-5m", 4.26), ("llama-5m", 4.26)],
+    [
+        ("fox-125m", 124),
+        ("fox-360m", 360),
+        ("fox-760m", 757.6),
+        ("fox-pro-5m", 4.26),
+        ("transformer-pro-5m", 4.25),
+        ("llama-5m", 4.26),
+    ],
 )
 def test_the_presets_have_the_papers_sizes(preset, millions):
     tokenizer = Tokenizer()
