@@ -8,7 +8,8 @@ document once, if it reads the document at all, and then answers each question f
 
 - hmt: HMT with `recall_tokens`, as `hf-longctx read` wraps a model, without training. For each question, it re-reads
   the best passage of 256 tokens, the last 32 tokens of the document, and two prompts: 290 positions.
-- search: BM25 over words. The model reads the best three chunks of 96 tokens: 288 positions.
+- search: BM25 over words. The model reads the best chunk of 290 tokens.
+- search 3 chunks: the model reads the best three chunks of 96 tokens.
 - truncated: the model reads the last 290 tokens of the document.
 - full: the model reads the whole document. If the document is longer than the context that the model claims, it reads
   the last tokens that fit.
@@ -52,10 +53,10 @@ from scripts.evidence.parts import make_parser, measure_parts
 from scripts.fetch_model import MODELS
 
 
-METHODS = ["hmt", "search", "truncated", "full", "hmt trained", "search trained"]
+METHODS = ["hmt", "search", "search 3 chunks", "truncated", "full", "hmt trained", "search trained"]
 TASKS = ("lines", "needle")
 DOCUMENTS = {4096: 2}  # other lengths: one document
-POSITIONS, CHUNK, CHUNKS = 290, 96, 3
+POSITIONS = 290  # read before a question
 ROOM = 128  # tokens of the claimed context that `full` leaves for a question and its answer
 K1, B = 1.2, 0.75  # BM25's usual values
 STEP = 512  # tokens per forward pass of `full`
@@ -126,15 +127,18 @@ class Whole(Window):
 class Search(Window):
     """The chunks of a document with the highest BM25 scores over words, in the order of the document."""
 
+    chunk, number = POSITIONS, 1  # tokens per chunk, and chunks to read
+
     def __init__(self, model, tokenizer, text):
         super().__init__(model, tokenizer, text)
-        self.chunks = [self.ids[i : i + CHUNK] for i in range(0, len(self.ids), CHUNK)]
+        self.chunks = [self.ids[i : i + self.chunk] for i in range(0, len(self.ids), self.chunk)]
         self.words = [Counter(words(tokenizer.decode(chunk))) for chunk in self.chunks]
         self.containing = Counter(word for counts in self.words for word in counts)
         self.mean_length = sum(counts.total() for counts in self.words) / len(self.words)
 
     def window(self, question):
-        best = sorted(range(len(self.chunks)), key=lambda i: -self.score(question.search, self.words[i]))[:CHUNKS]
+        best = sorted(range(len(self.chunks)), key=lambda i: -self.score(question.search, self.words[i]))
+        best = best[: self.number]
         return [token for i in sorted(best) for token in self.chunks[i]]
 
     def score(self, query, counts):
@@ -146,6 +150,12 @@ class Search(Window):
             idf = math.log(1 + (len(self.words) - n + 0.5) / (n + 0.5))
             total += idf * counts[word] * (K1 + 1) / (counts[word] + norm)
         return total
+
+
+class SearchThree(Search):
+    """The three best chunks."""
+
+    chunk, number = 96, 3
 
 
 class Memory:
@@ -167,7 +177,7 @@ class Memory:
         return cache_bytes([self.state.memory, self.state.tail])
 
 
-READERS = {"hmt": Memory, "search": Search, "truncated": Window, "full": Whole}
+READERS = {"hmt": Memory, "search": Search, "search 3 chunks": SearchThree, "truncated": Window, "full": Whole}
 
 
 def words(text):
@@ -184,7 +194,7 @@ def generate(function, prompt, tokens, **options):
 @torch.no_grad()
 def measure_one(name, task, tokens, number, method, args):
     """Read one document with one method, and answer its questions."""
-    kind, _, trained = method.partition(" ")
+    kind, trained = method.removesuffix(" trained"), method.endswith(" trained")
     model, tokenizer = load(name)
     if kind == "hmt" or trained:
         model = load_hmt(name, args.work / "trained" / "model" if trained else None)
