@@ -182,33 +182,7 @@ def render_turns(
     words = [token[1:] for token in Environment().lex(template) if token[1] != "whitespace"]
     if any(word[0] == "block_begin" and follower[1] == "generation" for word, follower in pairwise(words)):
         options = {**tokenizer.special_tokens_map, **options, "chat_template": template}
-
-        def render_marked(turns: list[dict]) -> tuple[str, list[tuple[int, int]]]:
-            rendered: Any = render_jinja_template([turns], return_assistant_tokens_mask=True, **options)
-            (text,), (spans,) = rendered
-            return text, spans
-
-        def begin_of(answer: int) -> int:
-            probed = [with_probe(turn) if number == answer else turn for number, turn in enumerate(turns)]
-            return common_length(text, render_marked(probed)[0])
-
-        text, spans = render_marked(turns)
-        if first > 0:
-            begin = begin_of(answers[0]) if answers else len(text)
-            spans = [span for span in spans if span[1] > begin]
-        if not excluded.intersection(answers):
-            return text, spans
-        marked = dict(zip(answers, spans))
-        is_known = len(marked) == len(answers) == len(spans)
-        if not is_known or any(
-            not marked[n][0] <= begin_of(n) <= marked[n][1] for n in excluded.intersection(answers)
-        ):
-            raise ValueError(
-                f"Turn {min(excluded.intersection(answers)) + 1} is excluded from the loss, but cannot be found: the chat "
-                f"template marks {len(spans)} spans for {len(answers)} assistant's turns. Mark each assistant's turn "
-                "with its own {% generation %}...{% endgeneration %}."
-            )
-        return text, [span for number, span in marked.items() if number not in excluded]
+        return render_marked_turns(turns, first, answers, excluded.intersection(answers), options)
 
     def render(turns: list[dict], **more) -> str:
         return tokenizer.apply_chat_template(turns, tokenize=False, **options, **more)
@@ -223,6 +197,41 @@ def render_turns(
         if number not in excluded:
             spans.append(span)
     return text, spans
+
+
+def render_marked_turns(
+    turns: list[dict], first: int, answers: list[int], excluded: set[int], options: dict
+) -> tuple[str, list[tuple[int, int]]]:
+    """Like `render_turns`, for a template that marks the assistant's turns by `{% generation %}`.
+
+    Args:
+        answers: indices of the assistant's turns, from `first` on.
+        excluded: the `answers` to leave out.
+    """
+
+    def render(turns: list[dict]) -> tuple[str, list[tuple[int, int]]]:
+        rendered: Any = render_jinja_template([turns], return_assistant_tokens_mask=True, **options)
+        (text,), (spans,) = rendered
+        return text, spans
+
+    def begin_of(answer: int) -> int:
+        probed = [with_probe(turn) if number == answer else turn for number, turn in enumerate(turns)]
+        return common_length(text, render(probed)[0])
+
+    text, spans = render(turns)
+    if first > 0:
+        begin = begin_of(answers[0]) if answers else len(text)
+        spans = [span for span in spans if span[1] > begin]
+    if not excluded:
+        return text, spans
+    marked = dict(zip(answers, spans))
+    if len(spans) != len(answers) or any(not marked[n][0] <= begin_of(n) <= marked[n][1] for n in excluded):
+        raise ValueError(
+            f"Turn {min(excluded) + 1} is excluded from the loss, but cannot be found: the chat template marks "
+            f"{len(spans)} spans for {len(answers)} assistant's turns. Mark each assistant's turn with its own "
+            "{% generation %}...{% endgeneration %}."
+        )
+    return text, [span for number, span in marked.items() if number not in excluded]
 
 
 def special_tokens(tokenizer) -> list[str]:
