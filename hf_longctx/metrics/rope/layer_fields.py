@@ -44,22 +44,24 @@ def listed_types(name: str, value: Any, count: int) -> list[str]:
     return value[:count]  # further entries describe layers for multi-token prediction
 
 
-def window_flags(name: str, value: Any, count: int) -> list[str] | None:
+def window_flags(name: str, value: Any, count: int) -> list[str]:
     """Read 1 or L (local) as a window, 0 or G (global) as full attention. A shorter list is a repeated pattern."""
+    flags = value
     if isinstance(value, str):
-        value = [{"L": 1, "G": 0}.get(letter, letter) for letter in value.upper()]
-    elif isinstance(value, list) and value and all(isinstance(kind, str) for kind in value):
-        value = [int(bool(WINDOWED.search(kind))) for kind in value]
-    elif not isinstance(value, list):
-        return None
-    if not value or any(flag not in (0, 1) for flag in value):
+        flags = [{"L": 1, "G": 0}.get(letter, letter) for letter in value.upper()]
+    elif isinstance(value, list) and all(isinstance(kind, str) for kind in value):
+        flags = [int(bool(WINDOWED.search(kind))) for kind in value]
+    if not isinstance(flags, list) or not flags or any(flag not in (0, 1) for flag in flags):
         raise ValueError(
             f"{name} must contain 1 for each layer with a window and 0 for each other layer, got {value!r}."
         )
-    return with_window([bool(flag) for flag in islice(cycle(value), count)])
+    return with_window([bool(flag) for flag in islice(cycle(flags), count)])
 
 
-def every_nth_is_global(name: str, value: Any, count: int) -> list[str]:
+def pattern(name: str, value: Any, count: int) -> list[str]:
+    """Read a pattern of flags, or its period: the last layer of each period has full attention."""
+    if isinstance(value, str | list):
+        return window_flags(name, value, count)
     period = as_int(name, value, 1)
     return with_window([(i + 1) % period > 0 for i in range(count)])
 
@@ -102,28 +104,32 @@ def layer_indices(name: str, value: Any) -> set[int]:
 
 
 TYPES = ("layer_types", "layers_block_type", "attn_types", "attention_layer_types", "compress_ratios")
-Reader = Callable[[str, Any, int], "list[str] | None"]
-READERS: tuple[tuple[tuple[str, ...], Reader], ...] = (
-    (TYPES[:-1], listed_types),
-    (TYPES[-1:], compressed),
-    (("hybrid_layer_pattern", "sliding_window_pattern", "_sliding_window_pattern", "layer_pattern"), window_flags),
-    (
-        ("sliding_window_pattern", "_sliding_window_pattern", "layer_switch", "global_attn_every_n"),
-        every_nth_is_global,
-    ),
-    (("global_attn_every_n_layers",), first_of_n_is_global),
-    (("sliding_window_layers", "swa_layers", "local_layers", "sliding_attention_layers"), windowed_layers),
-    (("local_layer_ids", "local_attention_layers", "swa_layer_ids", "sliding_layers"), windowed_layers),
-    (("global_attn_idx", "global_layers", "global_layer_ids", "global_attention_layers"), global_layers),
-    (("full_attention_layers", "full_attn_idxs", "full_attn_layers", "full_layers"), global_layers),
-    (("max_window_layers",), last_layers),
+WINDOWED_LAYERS = (
+    *("sliding_window_layers", "swa_layers", "local_layers", "sliding_attention_layers"),
+    *("local_layer_ids", "local_attention_layers", "swa_layer_ids", "sliding_layers"),
 )
+GLOBAL_LAYERS = (
+    *("global_attn_idx", "global_layers", "global_layer_ids", "global_attention_layers"),
+    *("full_attention_layers", "full_attn_idxs", "full_attn_layers", "full_layers"),
+)
+PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern", "layer_switch", "global_attn_every_n")
+# The functions that read the type of each layer. If a file has several of these fields, the first one counts.
+READERS: dict[str, Callable[[str, Any, int], list[str]]] = {
+    **dict.fromkeys(TYPES, listed_types),
+    "compress_ratios": compressed,
+    **dict.fromkeys(("hybrid_layer_pattern", "layer_pattern"), window_flags),
+    **dict.fromkeys(PATTERNS, pattern),
+    "global_attn_every_n_layers": first_of_n_is_global,
+    **dict.fromkeys(WINDOWED_LAYERS, windowed_layers),
+    **dict.fromkeys(GLOBAL_LAYERS, global_layers),
+    "max_window_layers": last_layers,
+}
 ROPE_FLAGS = ("no_rope_layers", "use_rope_layers", "rope_layers")  # 1 for a layer with RoPE, also in no_rope_layers
 NOPE_LAYERS = ("nope_layers", "nope_layer_ids", "no_rope_layers", "no_rope_layer_ids")
 NOPE_INTERVALS = ("no_rope_layer_interval", "nope_layer_interval", "no_rope_interval", "nope_interval")
 READ = {
-    *(name for names, _ in READERS for name in names),
-    *(*WINDOWS, *USES_WINDOW, *LOCAL_BASES, *ROPE_FLAGS, *NOPE_LAYERS, *NOPE_INTERVALS, "attention_chunk_size"),
+    *(*READERS, *WINDOWS, *USES_WINDOW, *LOCAL_BASES),
+    *(*ROPE_FLAGS, *NOPE_LAYERS, *NOPE_INTERVALS, "attention_chunk_size"),
 }
 
 
@@ -138,7 +144,8 @@ def read_layers(file: dict[str, Any], count: int, notes: list[str]) -> dict[str,
     Returns:
         `layer_types`, `layer_windows` (None for full attention) and `rotating_layers`, each with `count` entries.
     """
-    field, kinds = read_layer_types(file, count)
+    field = next((name for name in READERS if file.get(name) not in (None, False)), None)
+    kinds = None if field is None else READERS[field](field, file[field], count)
     switches = {flag: file[flag] for flag in USES_WINDOW if file.get(flag) is not None}
     for flag, value in switches.items():
         if value not in (0, 1):
@@ -172,17 +179,6 @@ def read_layers(file: dict[str, Any], count: int, notes: list[str]) -> dict[str,
         ],
         "rotating_layers": read_rotating_layers(file, count),
     }
-
-
-def read_layer_types(file: dict[str, Any], count: int) -> tuple[str | None, list[str] | None]:
-    """Return the field that contains the type of each layer, and the types. Without such a field, return None."""
-    for names, read in READERS:
-        for name in names:
-            if file.get(name) not in (None, False):
-                kinds = read(name, file[name], count)
-                if kinds is not None:
-                    return name, kinds
-    return None, None
 
 
 def read_rotating_layers(file: dict[str, Any], count: int) -> list[bool]:
