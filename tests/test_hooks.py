@@ -34,7 +34,6 @@ HOOKS = [
     ),
     ("on_save", TRAINER, "self.callback_handler.on_save(self.args", "a complete checkpoint is marked"),
     ("gather_function", TRAINER, "self.gather_function(losses", "losses of parts of a row are added"),
-    ("unset_hf_deepspeed_config", "transformers.integrations.deepspeed", "def unset_hf_deepspeed_config", "ZeRO-3"),
     ("num_processes", f"{SHARDS}:BatchSamplerShard", "self.num_processes", "groups of processes share rows"),
     ("process_index", f"{SHARDS}:BatchSamplerShard", "self.process_index", "groups of processes share rows"),
     ("even_batches", f"{SHARDS}:BatchSamplerShard", "self.even_batches", "groups of processes share rows"),
@@ -83,7 +82,6 @@ HOOKS = [
         "not self._supports_default_dynamic_cache()",
         "HMT has a state in place of a cache",
     ),
-    ("deprecate_kwarg", "transformers.utils.deprecation", "def deprecate_kwarg(", "the old name of the cache warns"),
     (
         "CACHE",
         "transformers.modeling_outputs:BaseModelOutputWithPast",
@@ -96,7 +94,6 @@ HOOKS = [
     ("_skip_keys_device_placement", ACCELERATE, "model._skip_keys_device_placement", "caches stay on their device"),
     ("keys_to_ignore_at_inference", TRAINER, '"keys_to_ignore_at_inference"', "an evaluation gathers no caches"),
     ("PagedAttentionCache", f"{BATCHING}.input_outputs", "cache=self.cache,", "pages are known by their type"),
-    ("warning_once", "transformers.utils.logging", "logging.Logger.warning_once = ", "one warning for all folders"),
     (
         "library.FoxForCausalLM",
         "transformers.cli.serving.model_manager",

@@ -41,7 +41,8 @@ def run(args: Namespace) -> None:
     from ..fox import FoxForCausalLM
     from ..hmt import HMTWrapper
 
-    library: Any = transformers  # the server looks up model classes in this module, not in the Auto classes
+    # the server looks up model classes in this module, not in the Auto classes, and has no option for other classes
+    library: Any = transformers
     library.FoxForCausalLM, library.HMTWrapper = FoxForCausalLM, HMTWrapper
 
     class Server(Serve):

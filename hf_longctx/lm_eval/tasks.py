@@ -188,6 +188,7 @@ def trial_scores(lm: Any, requests: list[Instance], disable_tqdm: bool = False) 
     return replies
 
 
+# lm-eval calls the method of a model that is named after the type of the requests. It has no registry of types.
 TemplateLM.trial_scores = trial_scores
 
 
