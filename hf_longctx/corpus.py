@@ -160,7 +160,8 @@ def open_source(
 
 def _documents(source, part, column, conversations):
     """Yield the nonblank documents of a source. If there are none, raise ValueError."""
-    path, is_empty = Path(source), True
+    path = Path(source)
+    is_empty = True
     for file in _files(path) if path.is_dir() else [path]:
         for document in _read(file, source, part, column, conversations):
             if document and (isinstance(document, dict) or document.strip()):

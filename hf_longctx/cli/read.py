@@ -87,7 +87,8 @@ def run(args: Namespace) -> None:
     saved = args.document.endswith(".safetensors") or ("@" in args.document and not Path(args.document).exists())
     if saved and (not args.questions or args.output is not None):
         raise ValueError(f"{args.document} is a saved memory. Give a QUESTION about it, and omit --output.")
-    text, name = "", "standard input" if args.document == "-" else Path(args.document).name
+    text = ""
+    name = "standard input" if args.document == "-" else Path(args.document).name
     if not saved:
         text = sys.stdin.read() if args.document == "-" else load_text(args.document)
     model, tokenizer = shared.load_weights(args), shared.load_tokenizer(args)

@@ -311,7 +311,8 @@ def measure_and_write(args: Namespace, measure: Callable[[], Any], **options: An
     from ..metrics.result import run_measurement
     from ..metrics.run.distributed import process_rank
 
-    output, ending = Path(args.output), ".png"
+    output = Path(args.output)
+    ending = ".png"
     if output.suffix in (".json", ".png", ".svg", ".pdf"):
         ending = ".png" if output.suffix == ".json" else output.suffix
         output = output.with_suffix("")

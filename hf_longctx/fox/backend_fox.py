@@ -122,7 +122,8 @@ def find_triton_mask(
     if not isinstance(end, torch.Tensor):
         if attention_mask is None and position_in_sequence is None and config.sliding_window is None and end == keys:
             return True, None
-        keys, end = end, None
+        keys = end
+        end = None
     real = None
     if attention_mask is not None:
         missing = max(dropped + keys - attention_mask.shape[1], 0)  # free slots of a static cache

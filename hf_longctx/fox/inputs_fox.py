@@ -360,7 +360,8 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
         ValueError: the cache does not match the model or the batch.
         NotImplementedError: the cache is quantized.
     """
-    kind, repair = type(cache).__name__, "Make one for this model: DynamicCache(config=model.config)."
+    kind = type(cache).__name__
+    repair = "Make one for this model: DynamicCache(config=model.config)."
     if not hasattr(cache, "layers"):  # a legacy tuple, or an encoder-decoder cache
         raise TypeError(f"`cache` must be a Cache of transformers for a decoder, got a {kind}. {repair}")
     if len(cache.layers) not in (0, config.num_hidden_layers):

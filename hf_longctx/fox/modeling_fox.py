@@ -488,7 +488,8 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         )
         assert outputs.last_hidden_state is not None
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
-        logits, loss = self.lm_head(hidden_states), None
+        logits = self.lm_head(hidden_states)
+        loss = None
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(

@@ -115,7 +115,8 @@ def head_maps(
     layers = _check_indices("layers", layers, model.config.num_hidden_layers)
     heads = _check_indices("heads", heads, model.config.num_attention_heads)
     block = -(-input_ids.shape[1] // resolution)
-    maps, cache = {}, DynamicCache(config=config)
+    maps = {}
+    cache = DynamicCache(config=config)
 
     class MapLayer(AttendingLayer):
         def attend(self, attention_function, module, query, key, *args, **kwargs):

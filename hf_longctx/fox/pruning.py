@@ -218,7 +218,8 @@ class Pruning:
         bound = self.logit_bound().to(now) * (HEADROOM if self.weight_bound is None else 1)
         self.log_lost = now - math.inf if self.log_lost is None else self.log_lost + now
 
-        stored, needed = {}, [0] * len(bound)
+        stored = {}
+        needed = [0] * len(bound)
         for group in layer.groups:
             c = self._decay(group.keys) - now[:, group.key_heads]  # (B, h, G, capacity)
             lost = torch.logaddexp(self.log_lost[:, group.key_heads], (-c).logcumsumexp(-1))

@@ -42,7 +42,8 @@ def group_heads(available, needed, short):
     >>> group_heads(available=[1000, 1000, 40, 1000], needed=[900, 30, 40, 500], short=16)
     [(900, [0, 3]), (40, [1, 2])]
     """
-    groups, rest = [], sorted(range(len(needed)), key=lambda head: -needed[head])
+    groups = []
+    rest = sorted(range(len(needed)), key=lambda head: -needed[head])
     while rest:
         length = needed[rest[0]]
         fits = [h for h in rest if available[h] >= length and (2 * needed[h] >= length or length <= short)]

@@ -44,7 +44,8 @@ class HMTGenerationMixin(GenerationMixin):
                 "the whole sequence without a state."
             )
         if state is not None and not is_first_iteration:
-            input_ids, attention_mask = input_ids[:, -1:], None
+            input_ids = input_ids[:, -1:]
+            attention_mask = None
         options = {name: kwargs[name] for name in ("use_cache", "logits_to_keep") if name in kwargs}
         return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **options}
 

@@ -216,7 +216,8 @@ class PackedRows:
             logits: as in `Call`.
             like: tensor (..., V) with the dtype and device of the logits.
         """
-        tokens, pieces = self.tokens - self.returned_from, []
+        tokens = self.tokens - self.returned_from
+        pieces = []
         for row, padding in enumerate(self.padding):
             found = [logits[row][place] for place in sorted(logits[row])]
             before = max(0, padding - self.returned_from)

@@ -43,7 +43,8 @@ def recall_queries(call: Call, parts: list[Part]) -> dict[int, Tensor]:
     Summary passes do not depend on memories, so several segments share one pass of the backbone.
     """
     recalling = [part for part in parts if call.reader.config.recall and part.segments[0]]
-    size, queries = call.segments_per_batch(parts), {}
+    size = call.segments_per_batch(parts)
+    queries = {}
     for _, group in groupby(recalling, key=lambda part: min(part.stop, call.reader.j)):
         same = list(group)
         for i in range(0, len(same), size):

@@ -100,7 +100,8 @@ def read_text(
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "tokens": ids.shape[1],
     }
-    begun, saved = None, time.monotonic()
+    begun = None
+    saved = time.monotonic()
     if path is not None and Path(path).exists():
         begun = HMTState.load(path, model, model.device)
         with safe_open(str(path), "pt") as file:

@@ -178,7 +178,8 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
         files |= {name: folder / name for name in (index,) if name in names}
         tensors = {name: math.prod(shape) for name, shape in checkpoint.shapes.items()}
     elif "adapter_config.json" in names:
-        config, checkpoint = read_config(folder / "adapter_config.json"), None
+        config = read_config(folder / "adapter_config.json")
+        checkpoint = None
         weights = check_safetensors(folder / ADAPTER)
         check_adapter(folder, config, weights)
         tensors = {name: tensor.numel() for name, tensor in weights.items()}
@@ -292,7 +293,8 @@ def code_files(folder, auto_map):
 
     If this package has a file with a module's name, we take the package's file. Otherwise, we take the folder's file.
     """
-    files, tokenizer = {}, folder / "tokenizer_config.json"
+    files = {}
+    tokenizer = folder / "tokenizer_config.json"
     tokenizer_map = read_json(tokenizer).get("auto_map", {}) if tokenizer.is_file() else {}
     modules = module_names("config.json", auto_map) | module_names(tokenizer.name, tokenizer_map)
     while modules:

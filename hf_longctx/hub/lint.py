@@ -61,7 +61,8 @@ TODO = re.compile(r"<!-- (Write\b(?:(?!<!--|-->).)*) -->", re.DOTALL)
 
 def check(bundle: Bundle) -> None:
     """Raise ValueError with a list of all access tokens, local paths and errors in the card."""
-    errors, secret = [], get_token()
+    errors = []
+    secret = get_token()
     for path, content in sorted(bundle.files.items()):
         if path.endswith(BINARY):
             continue

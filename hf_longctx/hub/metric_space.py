@@ -57,7 +57,8 @@ def absolute(module, dots, name):
 
 def scoring_modules(roots):
     """Return the source code of the `roots` and of all modules that they import at module level, keyed by name."""
-    sources, stack = {}, list(roots)
+    sources = {}
+    stack = list(roots)
     while stack:
         module = stack.pop()
         if module not in sources:

@@ -166,7 +166,8 @@ def trial_scores(lm: Any, requests: list[Instance], disable_tqdm: bool = False) 
     """
     known = {} if lm.cache_hook.dbdict is None else lm.cache_hook.dbdict
     prepared: dict[tuple[str, str], Task] = {}
-    bar, replies = tqdm(total=len(requests), desc="trials", disable=disable_tqdm or lm.rank > 0), []
+    bar = tqdm(total=len(requests), desc="trials", disable=disable_tqdm or lm.rank > 0)
+    replies = []
     for request in requests:
         name, settings, share = request.args
         key = hash_args("trial_scores", request.args)

@@ -192,7 +192,8 @@ class Option(NamedTuple):
 
 def options(task: type[Task]) -> list[Option]:
     """Return the options of a task, in the order of its fields."""
-    hints, found = get_type_hints(task), []
+    hints = get_type_hints(task)
+    found = []
     for entry in dataclasses.fields(task):
         hint: Any = hints[entry.name]
         if get_origin(hint) is types.UnionType:

@@ -190,7 +190,8 @@ class RunConfig(TrainingArguments):
         Raises:
             ValueError: the config class `kind` does not have one of these fields.
         """
-        values, names = {}, inspect.signature(kind).parameters
+        values = {}
+        names = inspect.signature(kind).parameters
         for entry in self.set:
             name, equals, value = entry.partition("=")
             if not equals:

@@ -74,7 +74,8 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
 def turns_of(row: dict[str, Any]) -> tuple[list[dict], int]:
     """Return the turns of a conversation, and the index of the first turn that may be scored."""
     if "messages" in row:
-        turns, first = row["messages"], 0
+        turns = row["messages"]
+        first = 0
     else:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) or isinstance(completion, str):
@@ -321,7 +322,8 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[np.ndarray
     At the end, prints to stderr how many conversations were dropped and why, and which roles are unknown. Prints one
     warning if an answer does not end with a special token.
     """
-    special, is_reported = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), False
+    special = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer)))
+    is_reported = False
     dropped, unknown = Counter(), Counter()
     number = 0
     for number, row in enumerate(rows, 1):

@@ -111,7 +111,8 @@ class TokenDataset(Dataset):
 def mark_documents(ids: Any, eos_token_id: int | None) -> np.ndarray:
     """Convert token ids, (T,), to `TOKEN` records. All tokens are scored, and a document begins after each EOS."""
     tokens = np.empty(len(ids), TOKEN)
-    tokens["id"], tokens["scored"] = ids, True
+    tokens["id"] = ids
+    tokens["scored"] = True
     tokens["first"] = np.append(True, tokens["id"][:-1] == (-1 if eos_token_id is None else eos_token_id))
     return tokens
 
@@ -176,7 +177,8 @@ def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | 
         ValueError: as for `encode`, or the source does not contain a scored token.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    count, unfinished = 0, path.with_suffix(".unfinished")
+    count = 0
+    unfinished = path.with_suffix(".unfinished")
     header = {"descr": np.lib.format.dtype_to_descr(TOKEN), "fortran_order": False}
     with open(unfinished, "wb") as file:
         # numpy pads the header, so the final count fits into it

@@ -115,7 +115,8 @@ def check_flash_attention(model: Any) -> None:
     FlashAttention separates documents by their position ids. For the check, the model reads two tokens, and a stub
     replaces the kernel. Any device can run this check.
     """
-    name, seen = model.config._attn_implementation, []
+    name = model.config._attn_implementation
+    seen = []
     attention = ALL_ATTENTION_FUNCTIONS[name]
 
     def look(module, query, key, value, *args, position_ids=None, **kwargs):

@@ -103,7 +103,8 @@ class StopAtSignal(TrainerCallback):
         if self.signal:
             control.should_save = control.should_training_stop = True
         elif control.should_training_stop and state.global_step < state.max_steps:
-            control.should_save, state.max_steps = True, state.global_step
+            control.should_save = True
+            state.max_steps = state.global_step
 
     on_evaluate = on_epoch_end = on_step_end
 

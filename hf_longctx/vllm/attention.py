@@ -131,7 +131,8 @@ class FoxAttention(nn.Module):
 
         Without a state, the sum is None.
         """
-        c, shifts = None, self.k_shift_proj is not None or self.v_shift_proj is not None
+        c = None
+        shifts = self.k_shift_proj is not None or self.v_shift_proj is not None
         log_f = x.new_zeros(len(x), 0, dtype=torch.float32)
         if self.f_proj is not None:
             log_f = self.f_proj(x[None])[0].T.contiguous()  # (N, Hkv * G)

@@ -138,7 +138,8 @@ def p_values(
     Returns:
         (..., lengths) float64.
     """
-    columns, places = [], places or [None] * len(scored)
+    columns = []
+    places = places or [None] * len(scored)
     for i in range(len(scored)):
         p = []
         for size, share in windows(len(scored), method).items():

@@ -126,7 +126,8 @@ def order_samples(
             f"irrelevant_text must have at least {longest} ids (the longest length), got {len(irrelevant)}. "
             f"Drop the lengths above {len(irrelevant)}, or pass more ids."
         )
-    rng, samples = random.Random(seed), {}
+    rng = random.Random(seed)
+    samples = {}
     for n in lengths:
         begins = [rng.randint(0, len(corpus) - 3 * n) for _ in range(repeats)]
         samples[n] = [Sample(corpus[b : b + n], irrelevant[-n:], b) for b in begins]

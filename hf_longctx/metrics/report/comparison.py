@@ -215,7 +215,8 @@ def comparison_table(curves: Mapping[str, ForgettingCurve]) -> str:
         ValueError: `curves` is empty, or a curve does not contain points.
     """
     check_measured(curves)
-    rows, sizes = [], sizes_in_bytes(curves)
+    rows = []
+    sizes = sizes_in_bytes(curves)
     for name, curve in curves.items():
         row = {"model": name, "data": curve.settings.get("data_type", "-")}
         row |= {f"{method}, 95 % CI": curve.interval(method).in_words() for method in METHODS}

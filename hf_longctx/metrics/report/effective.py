@@ -204,7 +204,8 @@ def effective_rows(results: Mapping[str, TaskResult]) -> tuple[tuple[str, ...], 
     columns += ("95 % CI in bytes", "tested") if sizes else ("tested",)
     rows, sentences = [], []
     for name, result in results.items():
-        measured, unknown = counts_by_length(result), []
+        measured = counts_by_length(result)
+        unknown = []
         for rule in RULES:
             length = effective_length_of(measured, rule)
             if not length.known:

@@ -220,7 +220,8 @@ class Retrieval(TaskResult):
         return size
 
     def by_length(self, replies=True, overlapping=False):
-        counts, field = [], "matched" if replies else "exact"
+        counts = []
+        field = "matched" if replies else "exact"
         for size in sorted({getattr(part, part.key[0]) for part in self.parts}):
             units = [[float(getattr(answer, field)) for answer in unit] for unit in self.units(size)]
             asked, right = [len(unit) for unit in units], sum(map(sum, units))

@@ -421,7 +421,8 @@ def claimed_context(source: Source) -> tuple[int, str]:
 
 def stated_lengths(source: Source) -> dict[str, int]:
     """Return the lengths in a config, keyed by name. If config.json sets a length, ignore class defaults."""
-    config, lengths = source.config, {}
+    config = source.config
+    lengths = {}
     named = any(map(source.names, LENGTHS))
     for name in LENGTHS:
         length = getattr(config, name, None)

@@ -23,7 +23,8 @@ def request_counts(task: Task) -> Counter[str]:
     Args:
         task: a task with its subject; see `Task.on`.
     """
-    limit, counts = task.subject.reader.position_limit, Counter()
+    limit = task.subject.reader.position_limit
+    counts = Counter()
     for trial in task.all_trials():
         if limit is not None and trial.tokens > limit:
             continue

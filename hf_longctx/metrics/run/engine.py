@@ -77,7 +77,8 @@ class Engine:
         tokens_per_pass: int | None = None,
         compressed: ContextCache | None = None,
     ):
-        self.compressed, self.largest = compressed, (0, 0)
+        self.compressed = compressed
+        self.largest = (0, 0)
         self.model, self.config = model, text_config(model)
         self.device = input_device(model)
         kind = "cpu" if self.device.type == "cpu" else "accelerator"

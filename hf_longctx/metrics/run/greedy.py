@@ -80,7 +80,8 @@ class GreedyCompletions:
 
     def __init__(self, server: Any, tokenizer: Any = None, journal: Any = None):
         self.server, self.tokenizer, self.form = server, tokenizer, FORMS[0]
-        self.lock, self.halted = threading.Lock(), False
+        self.lock = threading.Lock()
+        self.halted = False
         self.reports_prompt = True  # whether all responses contain usage.prompt_tokens
         self.intact: dict[Any, bool] = {}  # whether tokens arrive with their spaces; see `arrives`
         self.probes = self.choose_form()
@@ -102,7 +103,8 @@ class GreedyCompletions:
     def choose_form(self) -> Probes:
         """Set `form` to the first of `FORMS` that the server supports, and return its `Probes`."""
         separator, (unit, *_), _ = prompts(self.tokenizer, self.server.vocab_size)
-        ids, failures = separator + unit, []
+        ids = separator + unit
+        failures = []
         for form in FORMS if self.tokenizer is not None else FORMS[:2]:
             self.form = form
             try:

@@ -82,7 +82,8 @@ class Probes:
     """
 
     def __init__(self, completions: Any):
-        self.completions, self.notes = completions, []
+        self.completions = completions
+        self.notes = []
         tokenizer, size = completions.tokenizer, completions.server.vocab_size
         self.separator, self.units, openings = prompts(tokenizer, size)
         self.openings = [self.separator + ids for ids in openings]
@@ -102,7 +103,8 @@ class Probes:
 
     def check_copies(self, responses: list[Any]) -> None:
         """Check that repeated passages are continued, with all spaces."""
-        copied, url = 0, self.completions.server.base_url
+        copied = 0
+        url = self.completions.server.base_url
         for (prompt, _), unit, said in zip(self.copies(), self.units, responses):
             rest = unit[known(unit) :]
             expected = self.completions.text_after(prompt, rest) if isinstance(said, str) else rest
@@ -172,7 +174,8 @@ def prompts(tokenizer: Any, vocab_size: float) -> tuple[list[int], list[list[int
         separator = [i for i in special if i is not None][:1]
         encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in PASSAGES + OPENINGS]
     else:  # the first three ids are often special
-        separator, rng = [], np.random.default_rng(0)
+        separator = []
+        rng = np.random.default_rng(0)
         size = 10 if vocab_size == math.inf else int(vocab_size)
         encoded = [rng.permutation(np.arange(min(3, size - 2), size)).tolist() for _ in PASSAGES]
         encoded += [rng.permutation(np.arange(min(3, size - 2), size))[:3].tolist() for _ in OPENINGS]

@@ -262,7 +262,8 @@ def answer(reader: Reader, request: Request, tokenizer: Any) -> Any:
     ids = np.concatenate([request.prompt, request.answer])
     context = {"context": request.context} if reader.cache else {}
     log_probs, best = score(reader, ids, len(request.prompt), finite=False, **context)
-    exact, reply = bool((best == request.answer).all()), None
+    exact = bool((best == request.answer).all())
+    reply = None
     if request.reply:
         say = partial(reader.reply, request.prompt, request.reply, tokenizer, **context)
         reply = tokenizer.decode(request.answer) if exact and not request.thinks else say()

@@ -96,7 +96,8 @@ class ServedModel(PromptReader):
         self.claimed_context = self.position_limit
         self.tokenizer, self.configs = tokenizer, [] if tokenizer is None else [tokenizer]
         self.greedy = None
-        self.fields, self._accepted = dict(NEUTRAL), False
+        self.fields = dict(NEUTRAL)
+        self._accepted = False
         self._reply_notes: list[str] | None = None
         try:
             self._check_log_probs()

@@ -67,7 +67,8 @@ def mean_loss(losses: Sequence[Sequence[float]], starts: Sequence[int]) -> dict[
         losses: losses (M, T) of M sequences of T tokens, in nats.
         starts: start of each sequence in the corpus.
     """
-    array, error = np.array(losses), None
+    array = np.array(losses)
+    error = None
     texts = separate([(i, i + array.shape[1]) for i in starts])
     if len(texts) > 1:
         window = smoothing_window(array.shape[1])

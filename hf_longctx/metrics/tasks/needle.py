@@ -190,7 +190,8 @@ class Needle(RetrievalTask):
                     f"the context must have at least {pieces.tokens + 1 + self.reply_room} tokens, got "
                     f"{subject.context}. Measure a longer context, or choose a shorter needle."
                 )
-        questions, begins = [(depth, repeat) for repeat in range(self.repeats) for depth in self.depths], {}
+        questions = [(depth, repeat) for repeat in range(self.repeats) for depth in self.depths]
+        begins = {}
         for length in lengths:
             room = haystack_length(length, pieces)
             for (depth, _), begin in zip(questions, draw_begins(len(subject.text), room, len(questions), self.seed)):

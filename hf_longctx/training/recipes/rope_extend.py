@@ -39,7 +39,8 @@ merge: true
 
     def modules_to_save(self, model):
         """Return the norms and the input embeddings, as in arXiv 2309.12307."""
-        embeddings, names = model.get_input_embeddings(), set()
+        embeddings = model.get_input_embeddings()
+        names = set()
         for name, module in model.named_modules():
             if module is embeddings or "norm" in type(module).__name__.lower():
                 names.add(name.rpartition(".")[2])
