@@ -95,6 +95,7 @@ def paged_attention(attention, x, position_embeddings, mask, cache, **kwargs) ->
 class ContinuousBatching(GenerationMixin):
     """Mixin for continuous batching of a causal language model. It precedes `GenerationMixin`."""
 
+    config: Any
     model: Any
     device: Any
 

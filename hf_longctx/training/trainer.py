@@ -45,7 +45,8 @@ class LongContextTrainer(Trainer):
     def create_scheduler(self, num_training_steps, optimizer=None):
         every = getattr(self.args, "lr_decay_every", None)
         if self.lr_scheduler is None and every is not None:
-            self.lr_scheduler = StepLR(optimizer or self.optimizer, step_size=every, gamma=0.7)
+            stepped: Any = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = StepLR(stepped, step_size=every, gamma=0.7)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _run_epoch(self, *args, **kwargs):
