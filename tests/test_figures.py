@@ -30,7 +30,7 @@ def test_the_page_of_results_is_the_one_of_the_json(monkeypatch):
 
 
 def numbers(value):
-    """All numbers in the JSON of a result, those in its strings included."""
+    """Return all numbers in the JSON of a result, including numbers in strings."""
     if isinstance(value, dict):
         return {x for part in value.values() for x in numbers(part)}
     if isinstance(value, list):
@@ -39,7 +39,7 @@ def numbers(value):
 
 
 def untraced_figures(text, folder):
-    """The figures of the tables of a README that are in no JSON linked in the same row or in the paragraph above."""
+    """Return the figures in a README's tables that are not in a JSON linked in the row or in the paragraph above."""
     blocks = ["", *re.split(r"\n\n+", CODE.sub("", text))]
     for paragraph, block in itertools.pairwise(blocks):
         for row in [line for line in block.splitlines() if line.startswith("|")][2:]:

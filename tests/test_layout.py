@@ -44,7 +44,7 @@ def libraries(path):
 
 
 def targets(path, inside_functions=True):
-    """Modules of the package that a file imports, as parts of their path: ("metrics", "run", "engine")."""
+    """Return the modules of the package that a file imports, as parts of their path: ("metrics", "run", "engine")."""
     inside = path.relative_to(PACKAGE).parts[:-1]
     for level, module, node in imports(path, inside_functions):
         base = module.split(".") if module else []

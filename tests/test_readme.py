@@ -35,7 +35,7 @@ def commands(path):
 
 @pytest.fixture(scope="module")
 def small_cards(tmp_path_factory):
-    """model_cards with a FoX of one layer instead of the trained one, whose other files it keeps."""
+    """Return a copy of model_cards in which a FoX with one layer replaces the trained one."""
     folder = tmp_path_factory.mktemp("model_cards")
     for path in (ROOT / "model_cards").iterdir():
         (folder / path.name).symlink_to(path)

@@ -89,6 +89,6 @@ def install():
 
 
 def load(name):
-    """One module of transformers' tests, such as `test_modeling_common`."""
+    """Return a module of transformers' tests, such as `test_modeling_common`."""
     install()
     return importlib.import_module(f"{PACKAGE}.{name}")

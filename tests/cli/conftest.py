@@ -10,7 +10,7 @@ from hf_longctx import FoxConfig, FoxForCausalLM
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A tiny FoX (Pro) with random weights, which claims 64 tokens, and the demo's tokenizer."""
+    """Return a tiny FoX (Pro) with random weights, which claims 64 tokens, and the demo's tokenizer."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
     path = tmp_path_factory.mktemp("model")
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
@@ -24,6 +24,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_hub(tmp_path_factory, monkeypatch):
-    """No network, and a cache of tokens that is not the user's."""
+    """Disable the network, and use an empty cache of tokens."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

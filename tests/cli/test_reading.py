@@ -48,7 +48,7 @@ TEMPLATE = "{% for m in messages %}user: {{ m.content }} end{% endfor %} answer:
 
 @pytest.fixture
 def searched(monkeypatch):
-    """Queries and results of the search."""
+    """Return the queries and results of the search."""
     found = []
 
     def record(query, *arguments):
@@ -60,7 +60,7 @@ def searched(monkeypatch):
 
 
 def copy_with_template(folder):
-    """A copy of llama-demo whose tokenizer has a chat template."""
+    """Return a copy of llama-demo whose tokenizer has a chat template."""
     shutil.copytree(LLAMA, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE

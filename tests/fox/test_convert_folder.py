@@ -117,14 +117,14 @@ def pickle(folder):
 
 
 def index(folder):
-    """An index that points to valid weights next to the folder."""
+    """Return an index that points to valid weights next to the folder."""
     shutil.copy(folder / "model-1.safetensors", folder.parent / "outside.safetensors")
     weight_map = {"weight_map": {"a": "../outside.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
 
 
 def link(folder):
-    """A tokenizer file that is a link to a file next to the folder."""
+    """Return a tokenizer file that is a link to a file next to the folder."""
     (folder.parent / "secret.json").write_text("{}")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to("../secret.json")

@@ -72,12 +72,12 @@ def call(name, says, **changes):
 
 
 def same(name, **changes):
-    """The call gives the logits of the right one."""
+    """Return a check that the call has the logits of the correct call."""
     return harmless(name, lambda model: (logits(model, IDS, **changes), logits(model, IDS)))
 
 
 def made(model, changes):
-    """Arguments that are functions are called with the model, so that each call gets a newly filled cache."""
+    """Call arguments that are functions with the model, so that each call gets a new cache."""
     return {name: value(model) if callable(value) else value for name, value in changes.items()}
 
 
@@ -162,7 +162,7 @@ def cropped(model):
 
 
 def continued(model):
-    """A branch from a token in the middle of a cache."""
+    """Continue from a token in the middle of a cache."""
     mask = torch.ones(2, 1, 1, 10, dtype=torch.bool)
     mask[..., 5:9] = False
     model(IDS[:, :1], attention_mask=mask, cache=filled(model))

@@ -24,7 +24,7 @@ def interpreted(monkeypatch):
 
 
 def documents(*lengths):
-    """Predecessors and successors of documents in one row."""
+    """Return the predecessors and successors of documents in one row."""
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     predecessor = torch.arange(sum(lengths))
     predecessor[starts] = -1
@@ -33,7 +33,7 @@ def documents(*lengths):
 
 
 def padding(*rows):
-    """Predecessors and successors of rows of real tokens, 1, and padding, 0; and a mask of the real ones."""
+    """Return the predecessors and successors in rows of real tokens, 1, and padding, 0, and a mask of real tokens."""
     mask = torch.tensor(rows, device=DEVICE).bool()
     last = torch.arange(1, mask.shape[1] + 1, device=DEVICE) * mask
     predecessor = torch.nn.functional.pad(last.cummax(1).values[:, :-1], (1, 0))
@@ -254,7 +254,7 @@ class RMSNormOnGPU(torch.autograd.Function):
 
 
 def costs(layer, **inputs):
-    """Launches of a step under autocast, and bytes saved for the backward pass per byte of bfloat16 hidden states."""
+    """Return the launches of a step under autocast, and its saved bytes per byte of bfloat16 hidden states."""
     saved = {}
     # an optimizer holds the weights, and autocast their copies
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}

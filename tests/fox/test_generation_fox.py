@@ -60,7 +60,7 @@ def test_generation_with_a_cache_equals_generation_without(variant, options, pru
 
 @pytest.fixture
 def compiler():
-    """A backend of `torch.compile` that keeps its graphs."""
+    """Return a backend of `torch.compile` that records its graphs."""
     torch._dynamo.reset()
 
     def backend(graph, inputs):

@@ -166,7 +166,7 @@ def tree_mask():
 
 
 def alone_in_tree(model):
-    """Logits of the prefix, then of each branch after it."""
+    """Return the logits of the prefix, then of each branch after it."""
     parts = [logits(model, PREFIX)]
     parts += [logits(model, torch.cat([PREFIX, branch], dim=1))[:, 5:] for branch in BRANCHES]
     return torch.cat(parts, dim=1)

@@ -95,7 +95,7 @@ def running_sum(tensors):
 
 
 def first_kept_key(c, threshold, Tq, query_block, key_block):
-    """The first key that each block of queries has to read, by the rule; thresholds are (B, H)."""
+    """Return the first key that each block of queries must read, by the rule. Thresholds are (B, H)."""
     Tk = c.shape[-1]
     rows = torch.arange(Tk - Tq, Tk, query_block, device=c.device)
     ends = torch.arange(key_block, Tk + key_block, key_block, device=c.device).clamp(max=Tk) - 1
@@ -108,7 +108,7 @@ def pruning_threshold(bound, Tk, tolerance):
 
 
 def first_key_of_blocks(c, threshold, Tq, query_block, key_block):
-    """The first key that `prune_kernel` leaves to each block of queries, of thresholds (B, H)."""
+    """Return the first key that `prune_kernel` finds for each block of queries. Thresholds are (B, H)."""
     bound = (-math.log(c.shape[-1]) - threshold) / 2
     gates, blocks = c[:, :, None, :, None].to(DEVICE), (query_block, key_block)
     kept = launch_prune(gates, None, None, bound.float().to(DEVICE), Tq, *blocks, 1.0, 1.0, 0.0)

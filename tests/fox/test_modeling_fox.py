@@ -164,7 +164,7 @@ both_names = pytest.mark.parametrize("name", ["cache", "past_key_values"])
 
 
 def warned(name):
-    """The old name warns as in transformers, which warns from 5.24 on."""
+    """Expect the warning about the old name, which transformers gives since 5.24."""
     if name == compat_fox.CACHE or compat_fox.CACHE == "past_key_values":
         return nullcontext()
     return pytest.warns(FutureWarning, match="`past_key_values` is deprecated")

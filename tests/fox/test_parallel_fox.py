@@ -27,7 +27,7 @@ def bounds(model, heads):
 
 
 def against_one_process(folder, again, backend, **sizes):
-    """Differences between the split model and the whole one with stock attention, by name."""
+    """Return the differences between the split model and the whole one with stock attention, keyed by name."""
     from transformers.distributed import DistributedConfig
 
     split = FoxForCausalLM.from_pretrained(

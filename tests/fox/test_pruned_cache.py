@@ -26,7 +26,7 @@ GROUPED = "pro with grouped heads and rope"
 
 
 def make(variant, backend="sdpa", seed=0):
-    """A small model with fast and slow heads, its other parameters far from their initial value."""
+    """Return a small model with fast and slow heads. Its other parameters are far from their initial values."""
     torch.manual_seed(seed)
     config = VARIANTS[variant]()
     config.decay_time_min, config.decay_time_max = 0.5, 100.0

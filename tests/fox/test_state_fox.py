@@ -21,7 +21,7 @@ LENGTH, SLOTS = 90, 76
 
 
 def caches_for(model):
-    """A full cache that grows, a static one, and both kinds of a pruned one, which drops tokens under QK-norm."""
+    """Return a dynamic cache, a static one, and both kinds of a pruned cache, which drops tokens under QK-norm."""
     caches = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=LENGTH)]
     if model.dtype != torch.float64 and model.config.forget_gate != "none" and model.config.sliding_window is None:
         bound, slots = ("weights", SLOTS) if model.config.qk_norm else ("observed", LENGTH)

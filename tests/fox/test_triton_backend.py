@@ -30,7 +30,7 @@ PRO = "pro with grouped heads and rope"
 
 
 def make(variant, backend="forgetting_triton", **changes):
-    """A model of one layer whose every parameter is far from its initial value."""
+    """Return a model with one layer. All its parameters are far from their initial values."""
     config = VARIANTS[variant]()
     for name, value in (dict(num_hidden_layers=1) | changes).items():
         setattr(config, name, value)
@@ -52,7 +52,7 @@ def holes(batch, length, *spans):
 
 
 def check(got, want, rounding=100 * EPS):
-    """Up to float32 rounding, and the weight that pruning may leave out of a row."""
+    """Assert equality up to float32 rounding and the weight that pruning may drop."""
     share = 2 * math.exp(FoxConfig().log_pruning_tolerance)
     torch.testing.assert_close(got, want, atol=(rounding + share) * want.abs().max().item(), rtol=0)
 

@@ -231,7 +231,7 @@ def largest_logit(q, k, scale=None):
 
 @pytest.fixture
 def set_products(monkeypatch):
-    """Sets what the forward pass leaves to the tensor cores; see `Tile`."""
+    """Return a function that sets which products use the tensor cores; see `Tile`."""
 
     def set_products(products):
         tiles = triton_fox.tiles_for

@@ -113,7 +113,7 @@ LENGTH = 300
 
 
 def make(backend="forgetting_triton"):
-    """Heads of 64 dimensions, and every parameter far from its initial value."""
+    """Return a model with head_dim=64. All its parameters are far from their initial values."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=61, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
     gates = dict(decay_time_min=2, decay_time_max=100)
@@ -126,7 +126,7 @@ def make(backend="forgetting_triton"):
 
 
 def rows():
-    """Two rows, one of them padded on the left."""
+    """Return two rows, one of them padded on the left."""
     return draw_ids(2, LENGTH), holes(2, LENGTH, (0, 0), (0, LENGTH // 3))
 
 

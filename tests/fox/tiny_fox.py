@@ -34,7 +34,7 @@ both_blocks = pytest.mark.parametrize("variant", ["llama", "pro with grouped hea
 
 
 def make_from(config, dtype=torch.float32, seed=0):
-    """A causal language model of a configuration whose every parameter is far from its initial value."""
+    """Return a causal language model of a config. All its parameters are far from their initial values."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
@@ -44,7 +44,7 @@ def make_from(config, dtype=torch.float32, seed=0):
 
 
 def make(variant, backend="sdpa", seed=0):
-    """A small FoX, as `make_from`."""
+    """Return a small FoX; see `make_from`."""
     model = make_from(VARIANTS[variant](), seed=seed)
     model.set_attn_implementation(backend)
     return model
@@ -74,7 +74,7 @@ def logits(model, *args, **kwargs):
 
 @torch.no_grad()
 def in_chunks(model, ids, cache, chunks, mask=None):
-    """Logits of rows that are read in chunks into a cache; `mask` has a column for each token."""
+    """Read rows in chunks into a cache. Return the logits. `mask` has a column for each token."""
     pieces, begin = [], int(cache.get_seq_length())
     for chunk in ids.split(chunks, dim=1):
         begin += chunk.shape[1]
@@ -83,7 +83,7 @@ def in_chunks(model, ids, cache, chunks, mask=None):
 
 
 def filled(model, ids=tokens(2, 9)):  # noqa: B008 (it is only read)
-    """The cache of a model that has read `ids`."""
+    """Return a cache in which a model has read `ids`."""
     cache = DynamicCache(config=model.config)
     logits(model, ids, None, None, cache)  # positional, because Llama's argument has another name before 5.24
     return cache

@@ -29,7 +29,7 @@ def plain_single(model, row):
         return scores.softmax(-1) @ remembered
 
     def read_again(start):
-        """The stretch of the remembered segments that has most of x[:j], by BM25; of equal ones the latest."""
+        """Return the latest of the spans of remembered segments with the highest BM25 score for x[:j]."""
         begin = max(0, start - (c.memory_size or start) * c.segment_length)
         stretches = [row[i : i + c.recall_tokens].tolist() for i in range(begin, start, c.recall_tokens)]
         scores = [0.0] * len(stretches)
@@ -44,7 +44,7 @@ def plain_single(model, row):
         return embed(torch.tensor(stretches[best]))
 
     def mix(logits, hidden):
-        """The logits (n, V) with the neural cache of `pairs`, of a key and the token that came next."""
+        """Return the logits (n, V) with the neural cache of `pairs`: a key and the token after it."""
         mixed = []
         for z, h in zip(logits, hidden):
             p = z.softmax(0) * (1 - c.neural_cache_weight)
@@ -70,7 +70,7 @@ def plain_single(model, row):
         return logits, early.hidden_states[-1][0, -1:], late.hidden_states[-1][0, -1:], hidden
 
     def read(prompt, again, sensory, first, second):
-        """Logits and last hidden states; a column is its kind, which decides what sees it, and its position."""
+        """Return logits and last hidden states. The kind of a column decides what attends to it."""
         if c.reread:
             return reread(prompt, again, sensory, first, second)
         close = memory.summary_token

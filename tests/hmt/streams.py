@@ -16,7 +16,7 @@ LENGTHS = (43, 30, 3)
 
 
 def padded(tokens, left=True):
-    """Three rows of `LENGTHS` tokens and their mask, (3, 43)."""
+    """Return three rows of `LENGTHS` tokens and their mask, (3, 43)."""
     ids, mask = torch.cat([tokens, tokens[:1].flip(1)]), torch.zeros(3, 43, dtype=torch.long)
     for row, n in zip(mask, LENGTHS):
         row[43 - n if left else 0 : 43 if left else n] = 1
@@ -24,7 +24,7 @@ def padded(tokens, left=True):
 
 
 def stream(model, ids, chunks, mask=None, between=lambda state: state):
-    """Logits and last state of `ids` read in `chunks`; `between` changes the state after each chunk."""
+    """Read `ids` in `chunks`. Return the logits and the last state. `between` changes the state after each chunk."""
     logits, state, start = [], None, 0
     for n in chunks:
         part = slice(start, start + n)

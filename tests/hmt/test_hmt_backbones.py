@@ -59,7 +59,7 @@ READ_AGAIN = WITHOUT_CACHE | {f"{name}ForCausalLM" for name in ("Gemma2", "Fox",
 
 @cache
 def make_model(name):
-    """A wrapper in eval mode. The tests share it and do not change it."""
+    """Return a wrapper in eval mode. The tests share it and do not change it."""
     model_class = getattr(hf_longctx if name.startswith("Fox") else transformers, name)
     torch.manual_seed(0)
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

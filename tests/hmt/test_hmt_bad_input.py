@@ -73,14 +73,14 @@ def it(tmp_path_factory):
 
 
 def changed(model, **settings):
-    """A copy of a model with other settings."""
+    """Return a copy of a model with other settings."""
     model = copy.deepcopy(model)
     model.configure(**settings)
     return model
 
 
 def written(model, **settings):
-    """A copy of a model, after an attempt to change its configuration behind its back."""
+    """Return a copy of a model after an attempt to change its config directly."""
     model = copy.deepcopy(model)
     model.config.update(settings)
     return model

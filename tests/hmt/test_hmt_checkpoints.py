@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 
 @pytest.fixture
 def pointer(llama, tmp_path):
-    """A wrapper of the backbone in `llama`, whose checkpoint in `hmt` contains only the memory."""
+    """Return a wrapper of the backbone in `llama`, whose checkpoint in `hmt` contains only the memory."""
     llama.save_pretrained(tmp_path / "llama")
     model = HMTWrapper.from_backbone(tmp_path / "llama", HMTConfig(**SETTINGS, backbone_in_checkpoint=False))
     model.generation_config.max_new_tokens = 7

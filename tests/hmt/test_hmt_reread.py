@@ -83,7 +83,7 @@ def like_flash(module, query, key, value, attention_mask, position_ids=None, **o
 
 @pytest.fixture
 def flash(monkeypatch):
-    """The name of an attention function without masks, which is registered for one test."""
+    """Return the name of an attention function without masks, which is registered for one test."""
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "like_flash", like_flash)
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "like_flash", lambda *args, **kwargs: None)
     return "like_flash"

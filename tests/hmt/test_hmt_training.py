@@ -93,7 +93,7 @@ def test_truncation_equals_detached_chunks(make_wrapper, tokens, settings):
 
 
 def saved_numbers(model, ids):
-    """Numbers kept for the backward pass by one training forward, parameters not counted; and its gradients."""
+    """Return how many numbers, without parameters, a training forward saves for backward, and its gradients."""
     owned, sizes = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def pack(x):

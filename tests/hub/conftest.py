@@ -33,7 +33,7 @@ def hub(server):
 
 @pytest.fixture
 def publish(hub):
-    """Commits {path: content or file} to the Hub without checks: `publish(files, id)` returns the commit."""
+    """Return a function that commits {path: content or file} to the Hub without checks, and returns the commit."""
     from server import Repo
 
     def publish(files, id, private=False, type="model", branch="main"):
@@ -46,7 +46,7 @@ def publish(hub):
 
 @pytest.fixture
 def run_client(hub, tmp_path):
-    """Runs a file of clients/, fails if it fails, and returns its output.
+    """Return a function that runs a file of clients/ and returns its output. If the file fails, the test fails.
 
     Its environment has the address of the Hub, alice's token, and an empty cache that the calls of a test share.
     """

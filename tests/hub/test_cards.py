@@ -66,7 +66,7 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def card(llama):
-    """A card that lacks nothing but prose."""
+    """Return a card that is complete except for prose."""
     text = with_card(build_bundle(llama), "alice/llama", "v1").text("README.md")
     return text.replace("library_name:", "license: apache-2.0\nlibrary_name:")
 

@@ -91,7 +91,7 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
     ran = str(tmp_path / "ran")
 
     def saved(model, **config):
-        """Files of a model, with changes in its configuration."""
+        """Return files of a model, with changes in its configuration."""
         model.save_pretrained(tmp_path / "model")
         files = dict(build_bundle(tmp_path / "model").files)
         values = json.loads((tmp_path / "model" / "config.json").read_text())

@@ -33,7 +33,7 @@ TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_laye
 
 @pytest.fixture(scope="module")
 def fox(tmp_path_factory):
-    """A saved FoX without code and auto_map."""
+    """Return a saved FoX without code and auto_map."""
     folder = tmp_path_factory.mktemp("fox")
     FoxForCausalLM(FoxConfig(**TINY)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -209,7 +209,7 @@ def in_a_shard(name, changed):
 
 
 def with_one(value, dtype=torch.float32):
-    """A function that replaces one number of a tensor."""
+    """Return a function that replaces one number of a tensor."""
 
     def changed(tensor):
         tensor = tensor.clone()

@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def recorded(golden):
-    """All recorded forgetting curves, by name."""
+    """Return all recorded forgetting curves, keyed by name."""
     files = [golden / "forgetting_curve" / "results.json", golden / "forgetting_curve" / "edge_cases.json"]
     runs, edge_cases = (json.loads(file.read_text()) for file in files)
     return {run["name"]: run for run in runs + edge_cases["runs"]}
@@ -25,13 +25,13 @@ def reference(recorded):
 
 @pytest.fixture(scope="session")
 def tokens(golden):
-    """The corpus of the recorded curves and losses."""
+    """Return the corpus of the recorded curves and losses."""
     return np.load(golden / "forgetting_curve" / "tokens.npy")
 
 
 @pytest.fixture(scope="module")
 def model():
-    """A model for a server, which is right now and then."""
+    """Return a model for a server. Some of its predictions are correct."""
     from tiny_models import tiny_llama
 
     return tiny_llama(vocab_size=12, initializer_range=0.5)
@@ -74,7 +74,7 @@ def figures(monkeypatch):
 
 @pytest.fixture
 def words(tmp_path):
-    """The words of what `draw(path, ...)` draws."""
+    """Return a function that returns the words in the figure of `draw(path, ...)`."""
     matplotlib = pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
     def words(draw, *arguments, **options):

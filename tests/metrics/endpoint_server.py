@@ -56,7 +56,7 @@ class Server:
         return {"object": "list", "data": [{"id": name, "created": self.started, **limit} for name in self.names]}
 
     def complete(self, body):
-        """Status and reply."""
+        """Return a status and a reply."""
         if self.form == "chat":
             return 404, {"detail": "Not Found"}
         if refused := self.refusal(body):
@@ -100,7 +100,7 @@ class Server:
 
 
 def vllm_entries(prompt, log_probs):
-    """The prompt's own token first, then the likeliest one; with ranks, as JSON makes it of a dictionary by ids."""
+    """Return vLLM's entries with ranks, as JSON: the prompt's own token, then the most likely one."""
     entries = [None]
     for token, row in zip(prompt[1:], log_probs):
         entry = {}
@@ -112,13 +112,13 @@ def vllm_entries(prompt, log_probs):
 
 
 def text_of(token):
-    """Several tokens have the same text, as pieces of one character do in practice."""
+    """Return the text of ids. Several tokens have the same text, like the pieces of a character in practice."""
     return chr(ord("a") + token % 3)
 
 
 @contextmanager
 def serving(*args, **options):
-    """A `Server` that answers until the end of the `with` statement."""
+    """Yield a `Server` that answers until the end of the `with` statement."""
     server = Server(*args, **options)
 
     class Handler(BaseHTTPRequestHandler):

@@ -9,7 +9,7 @@ from hf_longctx.metrics.tasks.needle import NeedleCell
 
 
 def answers(*right, reply=None):
-    """Answers of three tokens, each with a probability of 1/e."""
+    """Return answers of three tokens, each with a probability of 1/e."""
     return [Answer(-1.0, 3, r, reply, r) for r in right]
 
 
@@ -20,7 +20,7 @@ def lines(right, lines=5, tokens=90, asked=0, **settings):
 
 
 def curve(*accuracies, lengths=(400, 800, 1600), repeats=10, **settings):
-    """A curve whose repeats all have these copy accuracies, or pairs of copy and LM accuracies."""
+    """Return a curve whose repeats all have these copy accuracies, or pairs of copy and LM accuracies."""
     points = []
     for n, accuracy in zip(lengths, accuracies, strict=True):
         copy, lm = accuracy if isinstance(accuracy, tuple) else (accuracy, 0)
@@ -29,7 +29,7 @@ def curve(*accuracies, lengths=(400, 800, 1600), repeats=10, **settings):
 
 
 def step_curve(fine, lengths=(100, 200, 400, 600, 800), **options):
-    """A curve that copies exactly up to `fine` tokens, and half of the tokens beyond."""
+    """Return a curve that copies exactly up to `fine` tokens, and half of the tokens beyond."""
     return curve(*(1 if n <= fine else 0.5 for n in lengths), lengths=lengths, **options)
 
 
@@ -44,7 +44,7 @@ SMALL_CURVE = ForgettingCurve.of_points(
 
 
 def one_of_each(model="someone/fox", reply="7"):
-    """A curve, a loss, a needle, lines and a RoPE bound."""
+    """Return a curve, a loss, a needle, lines and a RoPE bound."""
     settings = {"model": model, "seed": 0}
     found = [Answer(log_prob=-1.5, tokens=4, exact=False, reply=reply, matched=True)]
     return [

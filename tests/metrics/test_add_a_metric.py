@@ -34,7 +34,7 @@ def model():
 
 @pytest.fixture
 def added(monkeypatch):
-    """The module of the file in CONTRIBUTING.md, which is forgotten after the test."""
+    """Return the module of the file in CONTRIBUTING.md. It is unregistered after the test."""
     monkeypatch.setitem(Task.tasks, "repeats", None)
     monkeypatch.setitem(Result.kinds, "repeats", None)
     module = ModuleType("repeats")

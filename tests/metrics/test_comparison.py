@@ -248,7 +248,7 @@ def test_curves_are_named_by_model_then_file():
 
 
 def of_cache(cache, copied, tokens=250, cache_bytes=None, **settings):
-    """A curve of 250 tokens, all of them scored, with as many repeats as counts of copied tokens."""
+    """Return a curve of 250 tokens, all scored, with a repeat for each count of copied tokens."""
     sizes = {"cache_tokens": tokens + 1, "cache_bytes": cache_bytes} if cache_bytes else {}
     point = CurvePoint(tokens, copied, [0] * len(copied), range(0, 300 * len(copied), 300), whole=cache is not None)
     settings = SAME | {"cache": cache} | sizes | settings

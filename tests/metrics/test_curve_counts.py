@@ -18,7 +18,7 @@ PROTOCOLS = ["reference", "adaptive"]
 
 @pytest.fixture(scope="module")
 def counting():
-    """A tiny Llama with few ids, so that it is right now and then."""
+    """Return a tiny Llama with few ids, so that some of its predictions are correct."""
     return tiny_llama(vocab_size=8)
 
 
@@ -40,7 +40,7 @@ SHARED = {"lengths": [8, 20, 30, 50], "repeats": 4}
 
 @contextmanager
 def tokens_read(model):
-    """A list of the tokens in each forward pass."""
+    """Record the number of tokens in each forward pass."""
     read = []
 
     def count(_, args, options):

@@ -26,7 +26,7 @@ def forgetting_curve(model, tokens, *, journal=None, tokens_per_pass=None, progr
 
 @pytest.fixture(scope="module")
 def trained(golden):
-    """The small trained Llama of the recorded curves."""
+    """Return the small trained Llama of the recorded curves."""
     return transformers.AutoModelForCausalLM.from_pretrained(golden / "forgetting_curve" / "model")
 
 
@@ -94,7 +94,7 @@ def record_calls(model):
 
 
 def whole_inputs(model):
-    """The model without prefix sharing, so that every forward pass reads a whole input."""
+    """Return the model without prefix sharing. Every forward pass then reads a whole input."""
     model._is_stateful = True
     return model
 

@@ -36,7 +36,7 @@ def model(request):
 
 
 def losses_of(model, bos, targets):
-    """The loss as defined, from all logits together."""
+    """Return the loss as defined, from all logits together."""
     ids = torch.tensor([bos, *targets[:-1]])[None]
     with torch.inference_mode():
         output = model(ids)

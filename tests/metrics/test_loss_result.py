@@ -15,7 +15,7 @@ def recorded(golden):
 
 
 def of_sequences(losses, starts=None):
-    """The result of these sequences, which do not overlap unless their starts say so."""
+    """Return the result of these sequences. By default, they do not overlap."""
     starts = range(0, len(losses) * len(losses[0]), len(losses[0])) if starts is None else starts
     return PositionLoss.of_mean(**mean_loss(losses, starts))
 

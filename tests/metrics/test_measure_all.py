@@ -31,7 +31,7 @@ def tokens(tokenizer):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny Llama with random weights, which claims 640 tokens."""
+    """Return a tiny Llama with random weights, which claims 640 tokens."""
     path = tmp_path_factory.mktemp("models") / "llama"
     sizes = dict(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2

@@ -24,7 +24,7 @@ def counts(copy, lm=(0, 0), length=8, begins=None):
 
 
 def curve_text(**change):
-    """The JSON of a curve with changes in its first point."""
+    """Return the JSON of a curve with changes in its first point."""
     document = json.loads(CURVE.to_json())
     document["scores"][0][1] |= change
     return json.dumps(document)
@@ -68,7 +68,7 @@ ARGUMENTS = [
 
 
 def saved(name, text, says):
-    """A row for `read_result` of a file with this text."""
+    """Return a row for `read_result` of a file with this text."""
 
     def read(folder):
         (folder / "result.json").write_text(text)

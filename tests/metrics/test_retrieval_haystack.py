@@ -115,7 +115,7 @@ def test_grid():
 
 
 def apart(depths, repeats, right=True):
-    """Answers about haystacks of their own."""
+    """Return answers, each about its own haystack."""
     answers = [Answer(-1.0, 12, right, None, right)] * repeats
     cells = [NeedleCell(answers, 100, d / 10, [7] * repeats, range(d, 1000, 100)[:repeats]) for d in range(depths)]
     return NeedleGrid.of_parts(cells)

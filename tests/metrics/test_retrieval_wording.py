@@ -164,7 +164,7 @@ class Speaker(Copier):
 
 @pytest.fixture
 def magistral(tokenizer):
-    """The demo's tokenizer with special tokens that open and close thoughts."""
+    """Return the demo's tokenizer with special tokens that open and close thoughts."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     tokenizer.chat_template = CHAT

@@ -14,7 +14,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "
 
 
 def llama(**settings):
-    """A configuration as a file may hold it, past the checks of transformers."""
+    """Return a config as in a file, without the checks of transformers."""
     config = tf.LlamaConfig(**SIZES, max_position_embeddings=512, rope_parameters=rope())
     for name, value in settings.items():
         object.__setattr__(config, name, value)
@@ -39,7 +39,7 @@ def remote(**settings):
 
 
 def json_of(**settings):
-    """The content of a config.json of a type that transformers does not know."""
+    """Return the content of a config.json of an unknown model type."""
     return {"model_type": "new", **SIZES, "max_position_embeddings": 512, "rope_theta": 300.0, **settings}
 
 
@@ -48,7 +48,7 @@ def report(config, **options):
 
 
 def numbers(config):
-    """All that the report of a configuration says in numbers."""
+    """Return all numbers in the report of a config."""
     (group,) = rope_report(config, minimum_base=False).groups
     return [value for value in dataclasses.astuple(group) if isinstance(value, (int, float))]
 

@@ -32,7 +32,7 @@ SETTINGS = {  # settings of the file, even if the config class of the type does 
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The largest distance from a query to a key in each layer, by layer index."""
+    """Return the largest distance from a query to a key, keyed by layer index."""
     found = {}
 
     def attend(module, query, key, value, attention_mask, **options):

@@ -150,7 +150,7 @@ def test_a_cache_that_does_not_do_what_it_says_is_not_used(dtype):
 
     @functools.wraps(forward)
     def forgetful(input_ids, **options):
-        """Positions restart in each call."""
+        """Return a model whose positions restart in each call."""
         options["position_ids"] = torch.arange(input_ids.shape[1])[None]
         return forward(input_ids, **options)
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_key_or_proxy")
 
 
 def predicted(model, rows):
-    """Whether the model itself is right at `POSITIONS`."""
+    """Return whether the model itself is correct at `POSITIONS`."""
     with torch.inference_mode():
         likeliest = model(torch.tensor(rows)).logits.argmax(-1).numpy()
     return likeliest[:, POSITIONS.start : POSITIONS.stop] == rows[:, POSITIONS.start + 1 :]

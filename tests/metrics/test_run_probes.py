@@ -49,7 +49,7 @@ def byte_level():
 
 @pytest.fixture(scope="module")
 def sentence_piece(byte_level):
-    """A tokenizer whose decoder drops the first space of a text, as those of Llama 2 and Gemma do."""
+    """Return a tokenizer whose decoder drops the first space of a text, like the tokenizers of Llama 2 and Gemma."""
     text = byte_level.decode(load_tokens(byte_level, "stdlib").tokens[:20_000].tolist())
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -93,7 +93,7 @@ def speak(server, tokenizer):
 
 
 def penalties(names=(), obeys=True, **defaults):
-    """A sampler with penalties. It obeys the fields in `names`, or those of OpenAI, vLLM and llama.cpp."""
+    """Return a sampler with penalties. It obeys the fields in `names`, or those of OpenAI, vLLM and llama.cpp."""
     names = names or ("repetition_penalty", "repeat_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n")
 
     def sampler(body, ids, prompt, logits):
@@ -110,7 +110,7 @@ def penalties(names=(), obeys=True, **defaults):
 
 
 def of_responses(sampler):
-    """The penalties of a sampler for generated tokens only."""
+    """Return the penalties of a sampler for generated tokens only."""
     return lambda body, ids, prompt, logits: sampler(body, ids[prompt:], 0, logits)
 
 

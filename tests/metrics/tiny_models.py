@@ -14,7 +14,7 @@ LLAMA = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "in
 
 
 def build(name, varied=False, **config):
-    """A tiny model of any architecture, on random weights: large ones if its predictions are to vary with the text."""
+    """Return a tiny model with random weights. If they are large, its predictions vary with the text."""
     torch.manual_seed(0)
     config = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2} | config
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **config)).eval()

@@ -21,7 +21,7 @@ TINY = "--tokens 256 --length 32 --rows 2 --documents 7 --repeats 1 --prompts 40
 
 @pytest.fixture
 def corpus(load, tmp_path, monkeypatch):
-    """Sources of the standard library as the wheels of two packages, collected and packed."""
+    """Collect and pack sources of the standard library, as the wheels of two packages."""
     corpus = load("corpus")
     monkeypatch.setattr(corpus.multiprocessing, "Pool", multiprocessing.pool.ThreadPool)
     files = [
@@ -62,7 +62,7 @@ class Now:
 
 @pytest.fixture
 def pretraining(load, corpus, monkeypatch):
-    """Trains in this process."""
+    """Return the script `pretraining`, which then trains in this process."""
     module = load("pretraining")
     monkeypatch.setattr(module, "ThreadPoolExecutor", Now)
 

@@ -62,7 +62,7 @@ def save_fox(variant, folder, **options):
 
 @contextmanager
 def engine(folder, **options):
-    """An offline engine, which knows the folder only, and no tokenizer."""
+    """Return an offline engine without a tokenizer."""
     import vllm.platforms.cpu
     from vllm.distributed import cleanup_dist_env_and_memory
 

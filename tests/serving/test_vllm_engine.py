@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # vLLM re
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def served(request, tmp_path_factory):
-    """A model of transformers and its engine, with blocks of 32 tokens."""
+    """Return a model of transformers and its engine, with blocks of 32 tokens."""
     folder = tmp_path_factory.mktemp("fox")
     model = save_fox(request.param, folder, max_shard_size="200KB" if request.param == "pro" else "5GB")
     assert len(list(folder.glob("*.safetensors"))) > 1 or request.param != "pro"

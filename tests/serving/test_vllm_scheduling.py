@@ -36,7 +36,7 @@ def test_kernels_with_smaller_blocks_than_the_scheduler(variant, tmp_path, monke
 
 
 def repeats(count):
-    """Prompts in which drafts can be looked up."""
+    """Return prompts that repeat themselves, so that drafts can be looked up."""
     return [text * 4 for text in prompts(*range(10, 10 + count))]
 
 

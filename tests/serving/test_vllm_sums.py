@@ -42,7 +42,7 @@ class Requests:
         self.blocks.append(shared + [next(self.free) for _ in range(-(-length // BLOCK) - len(shared))])
 
     def run(self, batch, padding=0):
-        """The largest error of c in tokens [first, end) of each (request, first, end), or inf after wrong tokens."""
+        """Return the largest error of c in each (request, first, end), or inf if a token is wrong."""
         lengths = torch.tensor([0] + [end - first for _, first, end in batch])
         table = torch.zeros(len(batch), max(map(len, self.blocks)), dtype=torch.int32)
         for row, (request, _, _) in zip(table, batch):

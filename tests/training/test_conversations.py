@@ -150,7 +150,7 @@ def test_the_assistants_tokens_are_found_where_the_template_does_not_mark_them(
 
 
 def runs(row, tokenizer):
-    """The runs of scored tokens, as texts."""
+    """Return the texts of consecutive scored tokens."""
     spans = groupby(encode_conversation(row, tokenizer), key=lambda token: token["scored"])
     return [tokenizer.decode([token["id"] for token in tokens]) for is_scored, tokens in spans if is_scored]
 

@@ -13,7 +13,7 @@ LENGTHS = np.unique(np.geomspace(64, 3000, 29).astype(int)).tolist()
 
 
 def lowest_decay(config, rotary_dim):
-    """The minimum of eq. 16 over all distances of the context, in float64."""
+    """Return the minimum of eq. 16 over all distances of the context, in float64."""
     theta = config.rope_parameters["rope_theta"] ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
     distances = np.arange(config.max_position_embeddings)
     return min(np.cos(np.multiply.outer(part, theta)).sum(-1).min() for part in np.array_split(distances, 8))

@@ -65,7 +65,7 @@ def evaluated(text):
 
 @pytest.fixture(scope="module")
 def in_one_process(apart, evaluated, text, tmp_path_factory):
-    """The log of a run in one process that nothing interrupts."""
+    """Return the log of a run in one process that nothing interrupts."""
     folder = tmp_path_factory.mktemp("one")
     assert apart(settings(text, folder, **evaluated)) == 0
     return folder

@@ -41,7 +41,7 @@ def runs(function, *arguments, **options):
 
 
 def numbered(name):
-    """The repositories mallory/NAME-0, mallory/NAME-1, ... as far as there are any."""
+    """Return the existing repositories mallory/NAME-0, mallory/NAME-1, ..."""
     for i in itertools.count():
         try:
             HfApi().repo_info(f"mallory/{name}-{i}")
