@@ -25,7 +25,6 @@ from hf_longctx.hub import Bundle, build_bundle, check_destination, loading_line
 from hf_longctx.hub.push import removed_files
 
 
-ROOT = Path(__file__).resolve().parents[2]
 NORM = "model.norm.weight"
 ADAPTER, Q = "adapter_model.safetensors", "base_model.model.model.layers.0.self_attn.q_proj"
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)

@@ -6,7 +6,6 @@ import pytest
 from hf_longctx.metrics.curve import protocol as core
 
 
-CORPUS = np.random.default_rng(0).integers(3, 32, size=200)
 GRIDS = {"linear": core.linear_lengths, "log": core.log_lengths}
 
 

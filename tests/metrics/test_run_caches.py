@@ -365,13 +365,6 @@ def test_models_that_do_not_support_a_cache_are_refused():
 # -- generation configs
 
 
-@pytest.fixture
-def asks_for_quantized():
-    model = tiny_llama()
-    model.generation_config.cache_implementation = "quantized"
-    return model
-
-
 @pytest.mark.parametrize(
     "implementation, options, name",
     [
