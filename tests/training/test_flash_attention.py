@@ -6,21 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from demo_model import DEMO, VOCABULARY
-from transformers import (
-    AttentionInterface,
-    AutoTokenizer,
-    BartConfig,
-    BartForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from demo_model import VOCABULARY
+from transformers import AttentionInterface, BartConfig, BartForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 
 pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
 
 from faults import log, make
+from small_llama import save_llama
 
 from hf_longctx.training.models import check_flash_attention
 from hf_longctx.training.run import train
@@ -52,13 +45,8 @@ def test_packed_sequences_have_the_losses_that_they_have_with_a_mask(tmp_path, m
             setattr(self.config, "_attn_implementation", name) if name == NAME else set_attention(self, name)
         ),
     )
-    sizes = dict(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes))
-    model.save_pretrained(tmp_path / "llama")
-    AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "llama")
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    save_llama(tmp_path / "llama", **sizes)
     (tmp_path / "text").mkdir()
     for number in range(30):
         (tmp_path / "text" / f"{number:02}.txt").write_text("The fox forgets. " * (1 + number % 4))
@@ -71,6 +59,7 @@ def test_packed_sequences_have_the_losses_that_they_have_with_a_mask(tmp_path, m
         losses[name] = [entry.get("loss", entry.get("eval_loss")) for entry in log(Path(tmp_path, name))]
     assert losses[NAME] == pytest.approx(losses["sdpa"], rel=1e-6) and {(1, 64), (1, 32)} <= set(SHAPES)
 
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "llama")
     model.set_attn_implementation(NAME)
     check_flash_attention(model)
     for layer in model.model.layers:
