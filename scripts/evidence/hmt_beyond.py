@@ -7,7 +7,7 @@ The documents are records of lines, and parts of a novel with hidden sentences (
 document once, if it reads the document at all, and then answers each question from the same state:
 
 - hmt: HMT with `recall_tokens`, as `hf-longctx read` wraps a model, without training. For each question, it re-reads
-  the best passage of 256 tokens, the last 32 tokens of the document, and two prompts: 290 positions.
+  the best passage of 256 tokens, the last 32 tokens of the document, and a prompt: 289 positions.
 - search: BM25 over words. The model reads the best chunk of 290 tokens.
 - search 3 chunks: the model reads the best three chunks of 96 tokens.
 - truncated: the model reads the last 290 tokens of the document.
@@ -22,9 +22,9 @@ document once, if it reads the document at all, and then answers each question f
         --set recall=true recall_tokens=256 memory_size=null sum_fraction=0.125 --max_length 1024 --max_steps 160 \\
         --gradient_accumulation_steps 1
 
-All questions of a cell are asked with all methods. Differences are paired, with 95 % bootstrap intervals over
+All methods answer the same questions. Differences are paired, with 95 % bootstrap intervals over
 questions. Seconds are CPU seconds of one thread, because other programs do not slow them down much. The same command
-resumes.
+resumes. With `--minutes 0`, it only writes the results of finished parts.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ from hf_longctx.metrics.run.caches import cache_bytes
 from hf_longctx.tokenization import encode_text
 from scripts.bench import common
 from scripts.evidence.long_documents import document, encode_question, states_answer
-from scripts.evidence.parts import make_parser, measure_parts
+from scripts.evidence.parts import DAY, make_parser, measure_parts
 from scripts.fetch_model import MODELS
 
 
@@ -236,38 +236,41 @@ def measure(args):
     for name, tokens, task in itertools.product(args.models, args.contexts, TASKS):
         trained = name == "smollm2-135m" and (args.work / "trained" / "model").exists()
         methods = [method for method in args.methods if trained or not method.endswith(" trained")]
-        keys = [(name, task, tokens, i, m) for m in methods for i in range(DOCUMENTS.get(tokens, 1))]
         cells = {}
-        for key, part in zip(keys, measure_parts(measure_one, keys, args)):
-            cells.setdefault(key[-1], []).append(part)
+        for method, number in itertools.product(methods, range(DOCUMENTS.get(tokens, 1))):
+            for part in measure_parts(measure_one, [(name, task, tokens, number, method)], args):
+                cells.setdefault(method, []).append(part)
         for method, parts in cells.items():
-            yield {"model": name, "task": task, "tokens": tokens, "method": method} | summarize(parts, cells["search"])
+            yield {"model": name, "task": task, "tokens": tokens, "method": method} | summarize(
+                parts, cells.get("search")
+            )
 
 
 def summarize(parts, baseline):
-    """Return the fields of a row, from the results of a method and of the search on the same documents."""
-    right, found, seconds, base = (
-        [x for part in source for x in part[field]]
-        for source, field in ((parts, "right"), (parts, "found"), (parts, "seconds"), (baseline, "right"))
-    )
-    differences = [a - b for a, b in zip(right, base)]
+    """Return the fields of a row, from the results of a method and of the search (or None) on the same documents."""
+    right, found, seconds = ([x for part in parts for x in part[name]] for name in ("right", "found", "seconds"))
     low, high = wilson(float(np.mean(right)), len(right))
-    difference_low, difference_high = interval(differences)
-    return {
+    row = {
         "documents": len(parts),
         "questions": len(right),
         "right": float(np.mean(right)),
         "low": low,
         "high": high,
-        "difference": float(np.mean(differences)),
-        "difference_low": difference_low,
-        "difference_high": difference_high,
         "found": float(np.mean(found)),
         "read_s": float(np.mean([part["read_s"] for part in parts])),
         "question_s": float(np.median(seconds)),
         "added_mb": max(part["added_mb"] for part in parts),
         "kept_mb": max(part["kept_bytes"] for part in parts) / 1e6,
         "parts": parts,
+    }
+    if baseline is None or baseline is parts:
+        return row
+    differences = [a - b for a, b in zip(right, (x for part in baseline for x in part["right"]))]
+    difference_low, difference_high = interval(differences)
+    return row | {
+        "difference": float(np.mean(differences)),
+        "difference_low": difference_low,
+        "difference_high": difference_high,
     }
 
 
@@ -277,7 +280,7 @@ def table(result):
 
 def main(arguments=None):
     models = ["smollm2-135m", "qwen2.5-coder-0.5b"]
-    defaults = dict(models=models, contexts=[4096, 16384, 65536], questions=20, methods=METHODS)
+    defaults = dict(models=models, contexts=[4096, 16384, 65536], questions=20, methods=METHODS, minutes=DAY)
     parser = make_parser(__spec__.name, __doc__, "hmt_beyond", **defaults, device="cpu")
     common.run(parser, measure, table, arguments)
 
