@@ -58,8 +58,9 @@ def record(lines, questions, seed):
     asked_name, found = rows[drawn.asked_line].split()[1].rstrip(":"), []
     for i in range(questions):
         row = rows[int((i + 0.5) / questions * lines)]
+        key, content = row.split(" is ")  # the question and the introduction share words, so the search is for the key
         text = drawn.question.replace(asked_name, row.split()[1].rstrip(":"))
-        found.append(Question(text, text.partition("?")[0], f" {row.rpartition(' ')[2]}"))
+        found.append(Question(text, key, f" {content}"))
     return drawn.text, found
 
 

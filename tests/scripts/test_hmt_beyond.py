@@ -58,11 +58,12 @@ def test_every_method_answers_the_same_questions(load, smollm2, tmp_path, capsys
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == rows
 
 
+@pytest.mark.parametrize("task", ["lines", "needle"])
 @pytest.mark.parametrize("kind, tokens", [("search", 290), ("search 3 chunks", 288)])
-def test_search_finds_the_chunks_with_the_words_of_the_question(load, tokenizer, kind, tokens):
+def test_search_finds_the_chunks_with_the_words_of_the_question(load, tokenizer, kind, tokens, task):
     module, documents = load("hmt_beyond"), load("long_documents")
-    text, questions = documents.document("needle", 4000, 4, tokenizer, seed=0)
+    text, questions = documents.document(task, 4000, 4, tokenizer, seed=0)
     search = module.READERS[kind](None, tokenizer, text)
     windows = [search.window(question) for question in questions]
-    assert all(len(window) == tokens for window in windows[:3])
+    assert max(map(len, windows)) == tokens
     assert sum(map(documents.states_answer, questions, map(tokenizer.decode, windows))) >= 3  # chunks may cut a fact
