@@ -16,9 +16,14 @@ from hf_longctx.corpus import load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 CARDS = ROOT / "model_cards"
-FOX, LLAMA = CARDS / "fox-demo", CARDS / "llama-demo"
+FOX = CARDS / "fox-demo"
+MODELS = {"FoX (Pro)": FOX, "Transformer (Pro)": CARDS / "transformer-pro-demo", "Llama": CARDS / "llama-demo"}
 PROMPT = "She looked at him, and"
-TITLE = "A FoX and a Llama of equal size and training"
+TITLE = "Three models of equal size and training"
+INTRODUCTION = """Three models of equal size, trained on the same sequences of 512 tokens:
+  FoX (Pro)          a Forgetting Transformer
+  Transformer (Pro)  the same with RoPE instead of forget gates: what differs from the FoX is due to the gates
+  Llama              the same as Transformer (Pro) without token shift, QK-norm, output gate and output norm"""
 
 
 def main():
@@ -44,15 +49,14 @@ def main():
     measure = (*text, "--lengths", lengths, "--train-length", 512, "--dtype", "float32")
     curves, gates = out / "forgetting_curves.png", out / "gates.png"
 
-    print("A Forgetting Transformer (FoX) and a Llama, trained identically on sequences of 512 tokens.")
-    print("\nThe FoX generates:")
+    print(f"{INTRODUCTION}\n\nThe FoX generates:")
     set_seed(0)
     print(pipeline("text-generation", str(FOX))(PROMPT, max_new_tokens=60)[0]["generated_text"], flush=True)
     run("How fast each of its heads forgets", "gates", FOX, *text, "--output", gates)
-    run("How far the FoX remembers", "curve", FOX, *measure, "--output", out / "fox")
-    run("How far the Llama remembers", "curve", LLAMA, *measure, "--output", out / "llama")
-    both = (out / "fox.json", out / "llama.json", "--names", "FoX", "Llama")
-    run("Both models", "compare", *both, "--title", TITLE, "--output", curves)
+    for name, folder in MODELS.items():
+        run(f"How far the {name} remembers", "curve", folder, *measure, "--output", out / folder.name)
+    results = [out / f"{folder.name}.json" for folder in MODELS.values()]
+    run("All three models", "compare", *results, "--names", *MODELS, "--title", TITLE, "--output", curves)
     print(f"\nForgetting curves:  {curves}\nForget gates:       {gates}\nTook {time.perf_counter() - began:.0f} s")
 
 

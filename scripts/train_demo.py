@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CARDS = ROOT / "model_cards"
 HELD_OUT = CARDS / "held_out.txt.gz"
 VOCABULARY = 4096
-MODELS = {"fox-demo": "fox-pro-5m", "llama-demo": "llama-5m"}
+MODELS = {"fox-demo": "fox-pro-5m", "transformer-pro-demo": "transformer-pro-5m", "llama-demo": "llama-5m"}
 STAGES = (  # language is learned first; copying without mistakes takes a growing share of repetitions
     "train --model {preset} --learning_rate 3e-3 --data copies-0.4.npy --max_steps 1024 --warmup_steps 64",
     "finetune --model {before}/model --use_peft false --weight_decay 0.1 --data copies-0.7.npy --max_steps 512 "
