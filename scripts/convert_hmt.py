@@ -55,7 +55,9 @@ def main(argv: list[str] | None = None) -> None:
         load_official(source, base, **args).eval().save_pretrained(folder)
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(base)
-            has_tokenizer = bool(tokenizer("word", add_special_tokens=False)["input_ids"])  # not an empty one
+            has_tokenizer = bool(
+                tokenizer("word", add_special_tokens=False)["input_ids"]
+            )  # an empty tokenizer does not count
         except (OSError, ValueError):
             has_tokenizer = False
         if has_tokenizer:

@@ -107,7 +107,7 @@ def main():
             {"model": TITLES["window"]} | {f"{n} facts": window[str(n)] for n in FACTS},
             *(accuracy(model, task, control) for control in CONTROLS),
         ],
-        "evaluations": [  # of the model-index
+        "evaluations": [  # entry of the model-index
             of_task | {"metric_type": "accuracy", "metric_name": f"right answers, {name}", "metric_value": share}
             for name, share in hmt.items()
             if name != "model"

@@ -30,7 +30,7 @@ import interpreter  # noqa: F401 (in this process and in each fork)
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# Libraries only, as a server with this package would hide that a command does not find it. Absent ones are left out.
+# Libraries only: if the server had imported this package, a command that does not find it would still work.
 PRELOADED = [
     "torch",
     "torch._dynamo",
@@ -50,7 +50,7 @@ PRELOADED = [
 ]
 ADDRESS = socket.socket()  # address of the Hub: the Hub of tests/hub, or an address without a server
 HUB = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0", "HF_HUB_DISABLE_XET": "1"}
-ENVIRONMENT = {}  # of the server; tests do not change it
+ENVIRONMENT = {}  # environment of the server; tests do not change it
 OUTPUT = ("stdout", "stderr")
 
 
@@ -122,7 +122,7 @@ def _main(command, folder, streams, environment, package):
 
 
 def draw_coarsely():
-    """Let pictures have few pixels from now on: a quarter less time for each, and no test looks at them."""
+    """Draw figures with few pixels from now on, which saves a quarter of the time. No test looks at them."""
     with contextlib.suppress(ImportError):
         from matplotlib.figure import Figure
 

@@ -45,7 +45,7 @@ def quick_collections():
 
 @pytest.fixture
 def short_replies(monkeypatch):
-    """Let models reply with one token, where it does not matter what they answer."""
+    """Let models respond with one token, for tests that do not need the response."""
     from hf_longctx.metrics.run.reader import LocalReader
 
     reply = LocalReader.reply
@@ -56,7 +56,7 @@ def short_replies(monkeypatch):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Let files of pictures have the first bytes of one, where it does not matter how they look: to draw is slow."""
+    """Write only the first bytes of figures, for tests that do not look at them, because drawing is slow."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
     content = b"\x89PNG"
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, **_: Path(path).write_bytes(content))

@@ -195,7 +195,7 @@ def place(result):
 
 
 def markdown(rows, template):
-    """Return a Markdown table. `template` is a line of headings and a line of formats; empty columns are left out."""
+    """Return a Markdown table. `template` is a line of headings and a line of formats. Empty columns are omitted."""
 
     def cell(text, row):
         try:

@@ -102,7 +102,7 @@ def gap_copies(reader, args):
         context = np.concatenate([bos, passage, between]).astype(np.int64)
         ids = np.concatenate([context, passage])
         with reader.reading(ids[: 2 * GAP_PASSAGE], None):
-            first = len(context) + 8  # the passage has to be recognized first
+            first = len(context) + 8  # the model must first recognize the passage
             best = reader.score(ids[:-1], ids[first:], range(first - 1, len(ids) - 1), context=len(context))[1]
         shares.append(float((best == ids[first:]).mean()))
     return shares

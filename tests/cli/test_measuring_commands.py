@@ -1,4 +1,4 @@
-"""The commands curve, loss, needle and lines: options in, JSON and picture out."""
+"""The commands curve, loss, needle and lines: from options to JSON and figure."""
 
 from pathlib import Path
 from unittest.mock import Mock

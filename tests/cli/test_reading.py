@@ -70,7 +70,7 @@ def copy_with_template(folder):
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_any_model_is_asked_about_what_it_read_long_ago(tmp_path, capsys, monkeypatch, searched, chat):
-    """The question selects the passage, not the template behind it; the next command does not read the document."""
+    """The question selects the passage, not the template after it. The next command does not read the document."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
     tokenizer = copy_with_template(tmp_path / "model")
     filler = load_text(DEMO.parent / "held_out.txt.gz")[:20_000]

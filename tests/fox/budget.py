@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hf_longctx.fox import triton_fox
 
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind the installed package
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # after the installed package
 from scripts.bench.gpu.budget import EPS, RESULTS, error, find_errors, floors, run, run_exact, run_plain
 from scripts.bench.gpu.budget import draw as draw_on
 
@@ -59,7 +59,7 @@ def check_run(fast, inputs, limits=None, **options):
 
 
 def check_close(x, y, size, share=0.0):
-    """Assert that two float32 sums of terms of at most `size` agree, but for a `share` that one of them leaves out."""
+    """Assert that two float32 sums of terms of at most `size` agree, up to a `share` that one of them omits."""
     torch.testing.assert_close(x, y, atol=float(size) * (16 * EPS + share), rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""Packed documents equal documents in rows of their own, however their borders are given."""
+"""Packed documents equal documents in separate rows, for every format of their boundaries."""
 
 import pytest
 import torch

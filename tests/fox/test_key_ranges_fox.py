@@ -1,4 +1,4 @@
-"""The keys that a query sees, and those that pruning leaves out."""
+"""The keys that a query attends to, and the keys that pruning skips."""
 
 import itertools
 import math
@@ -86,7 +86,7 @@ def check_visible_keys(Tq, window, borders, mask, free):
 
 
 def running_sum(tensors):
-    """c in float64 with the gates before seq_start left out."""
+    """Return c in float64, without the gates before seq_start."""
     log_f = tensors["inputs/log_fgate"].double()
     if "inputs/seq_start" in tensors:
         t = torch.arange(log_f.shape[-1])

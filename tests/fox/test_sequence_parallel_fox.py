@@ -29,7 +29,7 @@ TRITON = {"Triton": dict(variant=GROUPED, backend="forgetting_triton")}
 
 
 def make_batch(packed=True):
-    """Rows with different numbers of labels. Packed documents begin before, at and behind the border of the parts."""
+    """Return rows with different numbers of labels. Documents begin before, at and after the boundary of the parts."""
     ids = tokens(BATCH, LENGTH)
     labels, positions = ids.clone(), torch.arange(LENGTH).repeat(BATCH, 1)
     labels[:, 0] = labels[0, :5] = -100

@@ -9,9 +9,9 @@ import torch
 def plain_single(model, row):
     """The definition in `single_pass_hmt.py` for a row, (T,) -> (T, V): no cache, and a mask made in loops.
 
-    One pass reads a segment, with the summary token of the query in the middle, which nothing behind it sees. With
+    One pass reads a segment, with the summary token of the query in the middle. No later token attends to it. With
     `reread=True` there is no mask: the query and the logits of x[:j] come from one pass, the rest from another one
-    behind the prompt.
+    after the prompt.
     """
     c, memory, backbone = model.config, model.memory, model.backbone
     embed, j, bank, logits, pairs = backbone.get_input_embeddings(), c.summary_length, [], [], []

@@ -11,7 +11,7 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 
 
 def step(kind):
-    """In both processes: the mean loss and the gradients of `kind`, compared with those of the whole batch."""
+    """Compare the mean loss and the gradients of `kind` in both processes with those of the whole batch."""
     rank, ids = dist.get_rank(), torch.randint(3, 61, (4, 19), generator=torch.Generator().manual_seed(2))
     paper = {"recall_mode": "paper"}
     without_recall = {"recall": False}, paper | {"recall": False, "memory_tokens": 2}

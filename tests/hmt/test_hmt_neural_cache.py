@@ -1,4 +1,4 @@
-"""The neural cache: what it is worth, its dtype and its pieces. `test_hmt_single_pass.py` has its definition."""
+"""The neural cache: its gain, its dtype and its parts. `test_hmt_single_pass.py` has its definition."""
 
 from functools import partial
 

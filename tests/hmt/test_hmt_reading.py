@@ -1,4 +1,4 @@
-"""A text that is read once: in pieces, after an interruption, and from a file, it is the text read in one call."""
+"""A document that is read in chunks, after an interruption, or from a file equals a document read in one call."""
 
 import pytest
 import torch

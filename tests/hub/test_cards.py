@@ -213,7 +213,7 @@ EVIL = "x | <img src=x onerror=alert(1)> [a](javascript:x)\n# y"
 
 
 def evil(value):
-    """Return a JSON document with `EVIL` in place of each string, except the name of the metric."""
+    """Return a JSON document in which `EVIL` replaces each string, except the name of the metric."""
     if isinstance(value, dict):
         return {key: inner if key == "metric" else evil(inner) for key, inner in value.items()}
     if isinstance(value, list):

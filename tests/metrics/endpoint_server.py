@@ -1,4 +1,4 @@
-"""A server on this machine that answers as the known completion endpoints do, with a real model behind it."""
+"""A local server that responds like known completion endpoints, with a real model."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ OPTIONS = {"lengths": [4, 9, 20], "repeats": 3, "bos_token_id": 1, "eos_token_id
 
 
 class Server:
-    """What is served, and how.
+    """The behaviour of a server.
 
     Attributes:
         form: "vllm" (prompt_logprobs), "ids" (the ids of the completion, of vLLM),
@@ -25,7 +25,7 @@ class Server:
             "text only" (the prompt must be text too, and gets a BOS), "chat" (no completions).
         troubles: what happens to the next requests for completions instead of an answer: a status, a function of the
             handler, or None, nothing.
-        spoil: changes a reply before it is sent.
+        spoil: changes a response before it is sent.
         sampler: changes the logits of the next token: a function of the request, the ids before it, the number of ids
             in the prompt, and the logits.
         refusal: the status and message for a request, or None.
@@ -33,9 +33,9 @@ class Server:
         decode, encode: text of ids, and back.
         detokenize: text of the ids that follow others.
         eos: the id that ends a completion.
-        lists_limit: whether /models tells max_model_len.
-        usage: whether replies tell how many tokens were read.
-        started: the start time that /models tells.
+        lists_limit: whether /models reports max_model_len.
+        usage: whether responses report the number of prompt tokens.
+        started: the start time that /models reports.
     """
 
     def __init__(self, model, form="vllm", key=None, max_model_len=None, names=("tiny",)):
@@ -56,7 +56,7 @@ class Server:
         return {"object": "list", "data": [{"id": name, "created": self.started, **limit} for name in self.names]}
 
     def complete(self, body):
-        """Return a status and a reply."""
+        """Return a status and a response."""
         if self.form == "chat":
             return 404, {"detail": "Not Found"}
         if refused := self.refusal(body):

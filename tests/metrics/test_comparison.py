@@ -35,7 +35,7 @@ def test_a_curve_is_a_line_with_its_guesses_and_its_training_context(figures, le
 
 
 def test_names_hold_no_mathematics(words):
-    """Those that matplotlib could not parse stopped pictures, pages and the Space."""
+    """Names that matplotlib could not parse stopped figures, pages and the Space."""
     name = "a$x_{$b"
     measured = curve(1, 1, 1, model=name, data_type=name)
     assert name in words(plot_comparison, {name: measured, "other": CURVES["long"]})

@@ -49,7 +49,7 @@ SPENT = {"slow": 0.1, "remembers-all": 0.08}
 
 @pytest.mark.parametrize("name", CURVES)
 def test_simulated_curves(name):
-    """At most a fifth of the full cost; the interval covers the truth, and is hardly wider than that of all points.
+    """The cost is at most a fifth. The interval covers the truth, and is hardly wider than with all points.
 
     Both by the tests of single lengths; the windows of the reference protocol need all points.
     """

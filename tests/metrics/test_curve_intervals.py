@@ -30,7 +30,7 @@ def test_the_test_result_is_a_paired_t_test():
         (CurvePoint(8, [2] * 3, [2] * 3), 0),  # 12 tokens that are guessed as well
         (CurvePoint(2000, [500] * 3, [0] * 3), 1),
         (CurvePoint(2000, [500] * 3, [500] * 3), -1),
-        (CurvePoint(2000, [500], [0]), 0),  # one repeat tells nothing
+        (CurvePoint(2000, [500], [0]), 0),  # one repeat gives no interval
         (CurvePoint(2000, [510] * 10, [500] * 10), 0),  # exactly 1 % better
     ],
     ids=["few-tokens", "many", "fails", "one-repeat", "at-the-threshold"],
@@ -92,7 +92,7 @@ def test_lengths_and_looks_of_an_adaptive_curve_share_the_risk(risk, low):
 
 
 def test_a_window_is_tested_by_its_targets():
-    """The p value is that of a t test with a standard error robust against clusters (CR1), here written in full."""
+    """The p value equals that of a t test with a cluster-robust standard error (CR1), written in full here."""
     rng = np.random.default_rng(0)
     scored, values = [50, 100], [rng.normal(0.05, 0.04, 5), rng.normal(0.02, 0.03, 7)]
 
@@ -107,7 +107,7 @@ def test_a_window_is_tested_by_its_targets():
 
 
 def test_a_length_that_fails_ends_what_is_sure_below():
-    """200 tokens fail: longer ones that pass do not show that memory reaches 200, as it would have to fade first."""
+    """200 tokens fail. Longer passages that pass do not show that memory reaches 200, because memory fades."""
     accuracies = {100: 1, 200: 0.5, 400: 1, 600: 1, 800: 0}
     points = [CurvePoint(n, [int(n // 2 * share)] * 10, [0] * 10) for n, share in accuracies.items()]
     curve = ForgettingCurve.of_points(points)

@@ -1,4 +1,4 @@
-"""The picture of a forgetting curve."""
+"""The figure of a forgetting curve."""
 
 import pytest
 from examples import SMALL_CURVE

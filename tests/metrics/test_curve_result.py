@@ -40,7 +40,7 @@ def test_statistics_match_reference(reference):
     [
         ([4, 4, 4], [4, 4, 4], 1.0),  # no difference
         ([4, 4, 4], [1, 1, 1], 0.0),  # a constant one
-        ([4], [1], 1.0),  # one repeat tells nothing
+        ([4], [1], 1.0),  # one repeat gives no interval
         ([3, 4], [1, 3], 0.20483276469913345),  # t = 3 at one degree of freedom: 1 - 2 atan(3) / pi
         ([1, 3], [3, 4], 0.20483276469913345),
     ],

@@ -29,7 +29,7 @@ def test_sign_flips_are_those_of_scipy(pairs):
 
 @pytest.mark.parametrize("pairs", [7, 40])
 def test_the_t_test_is_that_of_scipy_where_it_is_the_stricter(pairs):
-    """Long texts: one token more does not count. One difference is an outlier, which t takes for spread."""
+    """With long texts, a single token does not count. A t test treats the outlier as spread."""
     one, other = np.sort(np.random.default_rng(pairs).normal(0.5, 0.01, (2, pairs)), axis=0)
     other[0] += 1
     expected = scipy.stats.ttest_rel(other, one)

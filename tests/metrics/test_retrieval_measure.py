@@ -76,7 +76,7 @@ def test_a_needle_lies_between_sentences(bytes_tokenizer, prose):
 def test_replies(bytes_tokenizer, prose, k, asked):
     model = Talker(k)
     (cell,) = needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[700], depths=[0.5], repeats=2).cells
-    assert model.generate_calls == asked  # an exact answer is the reply
+    assert model.generate_calls == asked  # an exact answer is the response
     assert (cell.match_rate, cell.answers[0].reply == ANSWER) == ((0, False) if asked else (1, True))
 
 
@@ -105,7 +105,7 @@ def test_lines_are_found(bytes_tokenizer):
 
 @pytest.mark.parametrize("k", [30, 10**6], ids=["knows", "does not know"])
 def test_served_models(bytes_tokenizer, prose, k):
-    """The same as of the local model, down to the replies."""
+    """The result, including responses, equals that of the local model."""
     local = Talker(k)
     with serving(local) as server:
         server.decode = bytes_tokenizer.decode

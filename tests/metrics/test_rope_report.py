@@ -281,7 +281,7 @@ def test_missing_entry_for_a_layer_type():
         rope_report(config)
 
 
-# --- pictures ---
+# --- figures ---
 
 
 def test_bound_and_claim_are_marked(words, tmp_path):

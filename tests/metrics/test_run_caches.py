@@ -211,7 +211,7 @@ OPTIONS = {"lengths": [9, 20], "repeats": 3, "bos_token_id": 1, "eos_token_id": 
 
 @pytest.mark.parametrize("cache", [full, "full", "window:1000"])
 def test_a_curve_of_a_full_cache_is_that_of_the_model(cache):
-    """All tokens of a passage are scored. The predictions are those of one plain pass."""
+    """All tokens of a passage are scored. The predictions equal those of a single pass."""
     plain = forgetting_curve(MODEL, CORPUS, **OPTIONS)
     curve = forgetting_curve(LocalReader(MODEL, cache), CORPUS, **OPTIONS)
     for point in curve.points:
@@ -392,7 +392,7 @@ def test_a_cache_in_the_generation_config_is_never_ignored_silently(implementati
 
 
 class Digits:
-    """A tokenizer of ids, for replies."""
+    """A tokenizer of ids, for responses."""
 
     def decode(self, ids):
         return ids

@@ -93,7 +93,7 @@ def test_a_failure_stops_the_other_parts(model):
         assert len(server.requests) - before < 10
 
 
-# -- replies that do not say what they seem to
+# -- misleading responses
 
 
 def test_fewer_tokens_than_asked_for_are_not_errors(model):

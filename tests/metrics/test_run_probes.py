@@ -1,4 +1,4 @@
-"""Servers that change responses: the counts are those of the local model, or an error or a note says why not."""
+"""Servers that change responses: the counts equal those of the local model, or an error or a note says why not."""
 
 import inspect
 import json
@@ -299,7 +299,7 @@ def test_another_token_than_the_first_of_the_logprobs_is_an_error():
 
 
 def test_penalties_of_replies_are_noticed():
-    """A needle is asked for by a reply; its log-probabilities are not penalized."""
+    """A needle is measured by responses. Penalties do not change log-probabilities."""
     for sampler, noted in ((penalties(), 0), (penalties(obeys=False, rep_pen=3), 1)):
         with serving(Talker(40), "vllm") as server:
             server.sampler = sampler

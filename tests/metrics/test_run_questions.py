@@ -42,7 +42,7 @@ class Numbers:
 
 
 def questions(lengths=(40,) * 7 + (41,) * 3, thinks=False):
-    """Their answers and responses have different lengths; three answers are what the model predicts."""
+    """The answers and responses have different lengths. The model predicts three of the answers."""
     rng = np.random.default_rng(1)
     return [
         Ask(

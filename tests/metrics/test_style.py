@@ -54,7 +54,7 @@ def check_boxes(figure):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name[:9])
 def test_one_result(figures, name):
-    """The name is that of the model, and the title; there may be a training context."""
+    """The model's name is the title. A training context is optional."""
     for result in one_of_each(model="someone/fox"):
         named = result if result.kind == "rope" else result.with_settings(model=name)
         for options in ({}, {"title": name.replace("$", "S"), "train_length": 64}):

@@ -170,7 +170,7 @@ def test_generation_is_recognised_in_every_spelling(begin, end, tokenizer):
 
 
 def test_a_turn_written_with_that_of_a_tool_is_not_scored_beyond_its_own_tokens(chatml_tokenizer):
-    """The results of a tool stand in the assistant's turn, and thoughts of earlier turns are left out."""
+    """The results of a tool are in the assistant's turn, and thoughts of earlier turns are removed."""
     chatml_tokenizer.chat_template = """{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>model
 {{ m.content if loop.last else m.content.split('</think>')[-1] }}{% for call in m.tool_calls %}<call>{% endfor %}\
 {% if m.tool_calls %}{{ messages[loop.index].content }}{% endif %}<|im_end|>{% elif m.role == 'user' %}{{ m.content }}{% endif %}\

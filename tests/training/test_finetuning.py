@@ -398,7 +398,7 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path):
 
 
 def test_models_are_built_whole_where_zero_3_will_divide_them(llama, tmp_path, monkeypatch):
-    """Without DeepSpeed, transformers fails where it would divide one."""
+    """Without DeepSpeed, transformers fails when it partitions a model."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     new = make(dict(data="text", tokenizer=str(DEMO), output_dir=str(tmp_path), max_length=32))
     for run in (new, settings(llama, tmp_path)):

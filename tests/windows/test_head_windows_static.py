@@ -32,7 +32,7 @@ def addresses(cache):
 
 @pytest.mark.parametrize("padding", ["no mask", "left"])
 def test_a_step_compiles_to_one_graph(padding):
-    """Step after step, with and without padding, no tensor moves, and nothing is compiled again."""
+    """In all steps, with and without padding, no tensor moves, and nothing is compiled again."""
     torch._dynamo.reset()
     model, windows = windowed(dtype=torch.float32)
     ids, mask = tokens(), padding_mask(padding)

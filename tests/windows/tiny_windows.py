@@ -93,7 +93,7 @@ def tokens(rows=2, length=70, seed=1):
     return torch.randint(3, 300, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-# Padding in front, behind, in the middle and nowhere: masks of two rows of 70 tokens.
+# Masks of two rows of 70 tokens: padding on the left, on the right, in the middle, and none.
 PADDING = {
     "no mask": [],
     "a mask without padding": [slice(0, 0)],
