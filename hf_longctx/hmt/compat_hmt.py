@@ -10,7 +10,6 @@ import functools
 import inspect
 
 import transformers
-from transformers import GenerationMixin
 from transformers.utils import logging
 from transformers.utils.versions import require_version
 
@@ -29,8 +28,6 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) > TESTED[1]:
     # All copies of this file use the same logger and message, so the warning appears only once.
     logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])
 
-RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-
 
 @functools.cache
 def cache_name(model_class: type) -> str | None:
@@ -40,6 +37,3 @@ def cache_name(model_class: type) -> str | None:
     """
     parameters = inspect.signature(model_class.forward).parameters  # ty: ignore[missing-attribute]
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)
-
-
-__all__ = ["RENAMED", "cache_name"]

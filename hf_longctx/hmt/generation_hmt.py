@@ -8,7 +8,6 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from .checks_hmt import check_generation, same_state
-from .compat_hmt import RENAMED
 from .state_hmt import HMTState
 
 
@@ -95,8 +94,9 @@ class HMTGenerationMixin(GenerationMixin):
             kwargs |= {"state": same_state(kwargs.get("state"), cache), "read_again": True}
         output = mixin.generate(*args, **kwargs)
         if isinstance(output, GenerateDecoderOnlyOutput):
-            output["state"] = output["cache" if RENAMED else "past_key_values"]
-            output["cache"] = output["state"]
+            after = output.get("cache", output.get("past_key_values"))
+            if after is not None:  # with use_cache=True
+                output["state"] = output["cache"] = after
         return output
 
     def _expand_inputs_for_generation(
@@ -129,6 +129,3 @@ def unread(input_ids: Tensor, attention_mask: Tensor | None, state: HMTState) ->
         )
     first = int(new.argmax(1).min())
     return input_ids[:, first:], None if attention_mask is None and new[:, first:].all() else new[:, first:]
-
-
-__all__ = ["HMTGenerationMixin"]

@@ -81,6 +81,12 @@ def test_pipeline():
     assert pipe("remember Ada red the of", return_tensors=True, **options)[0]["generated_token_ids"] == ids.tolist()
 
 
+def test_an_output_without_a_cache_has_no_state(make_wrapper, tokens):
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    cached, uncached = (make_wrapper().generate(tokens, use_cache=x, **options) for x in (True, False))
+    assert torch.equal(cached.sequences, uncached.sequences) and "state" in cached and "state" not in uncached
+
+
 def test_paper_mode_generates_within_its_segment_or_without_recall(make_wrapper, tokens):
     model, options = make_wrapper(recall_mode="paper"), {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     inside, uncached = (model.generate(tokens[:, :29], use_cache=x, **options) for x in (True, False))
