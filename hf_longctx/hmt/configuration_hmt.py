@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .compat_hmt import REPAIR  # noqa: F401 - the import warns if transformers is newer
-from .custom_backbone_hmt import CONFIG_CLASS, MODEL_CLASS
+from .custom_backbone_hmt import MODEL_CLASS
 from .custom_backbone_hmt import __doc__ as ABOUT
 
 
@@ -33,40 +34,35 @@ class HMTConfig(PreTrainedConfig):
         sensory_tokens: k. A segment re-reads the last k tokens of the previous segment.
         memory_size: N, maximum number of memory embeddings retained for recall. The oldest is dropped first. None:
             all.
-        sum_fraction: fraction of a segment that forms its recall query. The query summarizes the first j =
-            int(round(segment_length * sum_fraction)) tokens. Ties are rounded to even, as in the official code.
-            Single-pass mode requires j < L', because only the tokens after the recall attend to a memory.
-        recall: whether segments recall memories. If False, the prompt is the memory of the previous segment. RMT does
-            this. The paper does this in the first stage of training.
+        sum_fraction: fraction of a segment that forms its recall query: the first j = int(round(segment_length *
+            sum_fraction)) tokens. Single-pass mode requires j < L', because only later tokens attend to a memory.
+        recall: whether segments recall memories. If False, the prompt is the memory of the previous segment, as in RMT
+            and in the first stage of the paper's training.
         memory_tokens: m, number of embeddings per memory. With recall or in single-pass mode, m must be 1.
         recall_dim: h, output width of the recall projections. None: the width of a memory embedding.
-        recall_mode: one of: "single_pass" (`single_pass_hmt.py`); "paper" (`paper_hmt.py`). Single-pass mode is
-            causal: logits at t depend on tokens <= t. Paper mode is the published algorithm. It reads the first j
-            tokens of a segment before predicting them.
+        recall_mode: one of: "single_pass" (`single_pass_hmt.py`), which is causal; "paper" (`paper_hmt.py`), which
+            reads the first j tokens of a segment before predicting them.
         retrievers: names of registered retrievers (`retriever_hmt.py`). The first one returns the prompt. None: the
             retrievers that the other fields require.
         reread: whether single-pass mode reads the whole segment again after the prompt. If True, the tokens before the
             recall attend to the prompt too. True is required for backbones with recurrent states, gates that decay
             keys, or windows shorter than a segment. None: the value is set when a backbone is wrapped. Checkpoints
             contain this value.
-        recall_tokens: number of earlier tokens that a segment re-reads in single-pass mode. It must divide L'. The
-            state stores the tokens of the remembered segments. A BM25 search selects the passage that best matches the
-            first part of the segment (`search_hmt.py`). The search works without training and adds `recall_tokens`
-            positions to each segment. None: no search.
+        recall_tokens: number of earlier tokens that a segment re-reads in single-pass mode (`search_hmt.py`). It must
+            divide L'. The search works without training and adds `recall_tokens` positions to each segment. None: no
+            search.
         neural_cache_weight: weight of a neural cache (`neural_cache_hmt.py`) in each prediction of single-pass mode,
             such as 0.1. The cache works without training. A state stores d numbers per remembered token: 177 MB in
             bfloat16 at d = 576 and the defaults. In training, each segment keeps these numbers for its backward pass.
             None: no cache.
-        loss_scope: one of: "all"; "last". With "all", all labels are scored. With "last", only the last
-            `segment_length` labels of a row are scored. The authors of the paper use "last" in training and
-            evaluation.
+        loss_scope: one of: "all"; "last". With "last", only the last `segment_length` labels of a row are scored, like
+            in the official code.
         bptt_segments: number of segments after which backpropagation is truncated. None: not truncated.
-        summary_batch: maximum number of rows in one backbone batch. Several segments share a batch. Each segment
-            adds one row per sequence. In paper mode, the batch contains summary passes. In single-pass mode, it
-            contains first parts. Lower values use less GPU or CPU memory.
+        summary_batch: maximum number of rows in one backbone batch of summary passes (paper mode) or first parts
+            (single-pass mode). Each segment adds one row per sequence. Lower values use less GPU or CPU memory.
         cuda_graphs: whether calls without gradients replay the pass that ends a segment as a CUDA graph
-            (`graphs_hmt.py`). Graphs do not change the logits. They require `reread=False`. HMT detects replaced
-            weights and switched adapters. After any other change of the backbone, call the model once with
+            (`graphs_hmt.py`). Graphs require `reread=False` and SDPA or eager attention. HMT detects replaced weights
+            and switched adapters. After any other change of the backbone, call the model once with
             `cuda_graphs=False`.
         backbone_name_or_path: name or path from which the backbone was loaded.
         backbone_revision: revision of the backbone on the Hub.
@@ -81,15 +77,8 @@ class HMTConfig(PreTrainedConfig):
 
     model_type = "hmt"
     sub_configs = {"backbone_config": AutoConfig}
-    keys_to_ignore_at_inference = [
-        "state",
-        "recall_scores",
-        "recall_ends",
-        "segment_length",
-        "recall_distance",
-        "memories",
-        "cache",
-    ]
+    keys_to_ignore_at_inference = ["state", "cache", "recall_scores", "recall_ends", "recall_distance", "memories"]
+    keys_to_ignore_at_inference += ["segment_length"]
 
     backbone_config: dict | PreTrainedConfig | None = None
     segment_length: int = 512
@@ -116,16 +105,8 @@ class HMTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs) -> None:
-        if kwargs.get("recurrence") is False:  # a field of earlier versions
-            raise ValueError("recurrence=False is no longer supported. Train a new memory without this setting.")
-        if kwargs.pop("recalled_pages", None) is not None:  # a field of earlier versions
-            raise ValueError(
-                "`recalled_pages` must be None, because pages are no longer supported. A recall now attends to all "
-                "memories: set memory_size=None to retain them. In a saved config.json, change both fields to null."
-            )
         if "model_type" not in kwargs:  # files contain a model_type, and other programs may add names to them
             self.check_names(kwargs)
-        kwargs.pop("page_size", None)  # a field of earlier versions, without effect
         if isinstance(self.backbone_config, dict):
             self.backbone_config = config_from_dict(self.backbone_config)
         super().__post_init__(**kwargs)
@@ -179,15 +160,11 @@ class HMTConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs) -> None:
         """Save the configuration and the code of a custom backbone."""
         super().save_pretrained(save_directory)
-        lines = ["CONFIG_CLASS = MODEL_CLASS = None"]
-        if classes := custom_classes(self.backbone_config):
-            lines = [
-                f"from .{x.__module__.split('.')[-1]} import {x.__name__} as {name}" for name, x in classes.items()
-            ]
-        for x in classes.values():
-            custom_object_save(x, save_directory)
-        text = "\n".join([f'"""{ABOUT}"""', "", *lines, ""])
-        Path(save_directory, "custom_backbone_hmt.py").write_text(text)
+        line = "MODEL_CLASS = None"
+        if model_class := custom_model_class(self.backbone_config):
+            line = f"from .{model_class.__module__.split('.')[-1]} import {model_class.__name__} as MODEL_CLASS"
+            custom_object_save(model_class, save_directory)
+        Path(save_directory, "custom_backbone_hmt.py").write_text(f'"""{ABOUT}"""\n\n{line}\n')
         if push_to_hub:  # super() would push without custom_backbone_hmt.py
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
@@ -206,12 +183,10 @@ class HMTConfig(PreTrainedConfig):
         Args:
             positions: maximum number of positions of the backbone (default: its `max_position_embeddings`).
         """
-        counts = ("memory_tokens", "memory_size", "recall_dim", "recall_tokens")
-        least = {"sensory_tokens": 0, **dict.fromkeys((*counts, "summary_batch"), 1)}
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if value is not None and value < smallest:
-                raise ValueError(f"`{name}` must be at least {smallest}, got {value}.")
+        for name in ("sensory_tokens", "memory_tokens", "memory_size", "recall_dim", "recall_tokens", "summary_batch"):
+            least, value = int(name != "sensory_tokens"), getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {value}.")
         if self.recall_mode not in ("single_pass", "paper"):
             raise ValueError(f"`recall_mode` must be 'single_pass' or 'paper', got {self.recall_mode!r}.")
         check_loss_settings(self.loss_scope, self.bptt_segments)
@@ -236,25 +211,21 @@ class HMTConfig(PreTrainedConfig):
             raise ValueError(
                 f"`recall_tokens` must divide segment_length={self.segment_length}, got {self.recall_tokens}."
             )
-        single_pass_recall = {"recall": True, "recall_mode": "single_pass"}
-        needed: dict[str, tuple[bool, dict[str, Any]]] = {
-            "memory_tokens": (self.memory_tokens != 1, {"recall": False, "recall_mode": "paper"}),
-            "recall_tokens": (self.recall_tokens is not None, single_pass_recall),
-            "neural_cache_weight": (self.neural_cache_weight is not None, single_pass_recall),
-        }
-        for name, (is_set, others) in needed.items():
-            differing = {
-                other: getattr(self, other) for other, value in others.items() if getattr(self, other) != value
-            }
-            if is_set and differing:
+        with_recall, without = (
+            {"recall": True, "recall_mode": "single_pass"},
+            {"recall": False, "recall_mode": "paper"},
+        )
+        for name, default in {"memory_tokens": 1, "recall_tokens": None, "neural_cache_weight": None}.items():
+            needed = without if name == "memory_tokens" else with_recall
+            given = {other: getattr(self, other) for other in needed}
+            if getattr(self, name) != default and given != needed:
                 raise ValueError(
-                    f"`{name}={getattr(self, name)}` needs {others}, got {differing}. Change one of these fields."
+                    f"`{name}={getattr(self, name)}` needs {needed}, got {given}. Change one of these fields."
                 )
         if self.backbone_config is not None:
             positions = positions or getattr(self.text_config, "max_position_embeddings", None)
-        if (
-            positions is not None and 0 < positions < self.positions_per_segment
-        ):  # XLNet uses -1 for unlimited positions
+        # XLNet uses -1 for unlimited positions
+        if positions is not None and 0 < positions < self.positions_per_segment:
             unit, longest = self.recall_tokens or 1, self.segment_length - self.positions_per_segment + positions
             raise ValueError(
                 f"The backbone allows {positions} positions. A segment needs {self.positions_per_segment}: "
@@ -269,16 +240,8 @@ class HMTConfig(PreTrainedConfig):
         Args:
             width: d, the width of a memory embedding.
         """
-        names = (
-            "segment_length",
-            "sensory_tokens",
-            "memory_size",
-            "sum_fraction",
-            "recall",
-            "memory_tokens",
-            "recall_tokens",
-            "retrievers",
-        )
+        names = ["segment_length", "sensory_tokens", "memory_size", "sum_fraction", "recall", "memory_tokens"]
+        names += ["recall_tokens", "retrievers"]
         return {
             "backbone": getattr(self.backbone_config, "model_type", None),
             "layers": getattr(self.text_config, "num_hidden_layers", None),
@@ -312,20 +275,9 @@ class HMTConfig(PreTrainedConfig):
             raise AttributeError("`backbone_config` is not set. HMTWrapper.from_backbone sets it.")
         return self.backbone_config.get_text_config()
 
-    @property
-    def vocab_size(self) -> int:
-        """Size of the backbone's vocabulary."""
-        return self.text_config.vocab_size
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Number of layers of the backbone."""
-        return self.text_config.num_hidden_layers
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the backbone's hidden states."""
-        return self.text_config.hidden_size
+    vocab_size = property(attrgetter("text_config.vocab_size"), doc="Size of the backbone's vocabulary.")
+    num_hidden_layers = property(attrgetter("text_config.num_hidden_layers"), doc="Number of the backbone's layers.")
+    hidden_size = property(attrgetter("text_config.hidden_size"), doc="Width of the backbone's hidden states.")
 
 
 def check_loss_settings(loss_scope: str, bptt_segments: int | None) -> None:
@@ -339,8 +291,8 @@ def check_loss_settings(loss_scope: str, bptt_segments: int | None) -> None:
 def config_from_dict(values: dict) -> PreTrainedConfig:
     """Build the backbone's configuration from a dict. If its `model_type` is not registered, raise ValueError."""
     model_type = values.get("model_type", "")
-    if CONFIG_CLASS is not None and CONFIG_CLASS.model_type == model_type:
-        return CONFIG_CLASS.from_dict(values)
+    if MODEL_CLASS is not None and MODEL_CLASS.config_class.model_type == model_type:
+        return MODEL_CLASS.config_class.from_dict(values)
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"The backbone has model_type {model_type!r}. This version of transformers does not support it. First "
@@ -349,25 +301,15 @@ def config_from_dict(values: dict) -> PreTrainedConfig:
     return CONFIG_MAPPING[model_type].from_dict(values)
 
 
-def custom_classes(config: object) -> dict[str, Any]:
-    """Return a dict of a custom backbone's "CONFIG_CLASS" and "MODEL_CLASS". For another backbone, return {}."""
-    config_class: Any = type(config)
-    model_class: Any = None
-    if config_class is CONFIG_CLASS:
-        model_class = MODEL_CLASS
-    elif getattr(config_class, "_auto_class", None) is not None:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
-    return {"CONFIG_CLASS": config_class, "MODEL_CLASS": model_class} if model_class else {}
+def custom_model_class(config: Any) -> Any:
+    """Return the causal LM class of a custom backbone. If checkpoints do not contain the backbone's code, return None.
 
-
-def custom_model_class(config: object) -> Any:
-    """Return a custom backbone's causal LM class. If the checkpoint does not contain the code, return None.
-
-    The class is not registered with the Auto classes, because another checkpoint could replace it there.
+    The class in a checkpoint is not registered with the Auto classes, because another checkpoint could replace it.
     """
-    if CONFIG_CLASS is None or getattr(config, "model_type", None) != CONFIG_CLASS.model_type:
-        return None
-    return MODEL_CLASS
+    if MODEL_CLASS is not None and MODEL_CLASS.config_class.model_type == getattr(config, "model_type", None):
+        return MODEL_CLASS
+    is_custom = getattr(type(config), "_auto_class", None) is not None
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) if is_custom else None
 
 
 __all__ = ["HMTConfig", "check_loss_settings"]

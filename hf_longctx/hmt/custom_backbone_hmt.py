@@ -1,3 +1,3 @@
-"""The classes of a custom backbone, or None. `HMTConfig.save_pretrained` rewrites this file."""
+"""The class of a custom backbone, or None. `HMTConfig.save_pretrained` rewrites this file."""
 
-CONFIG_CLASS = MODEL_CLASS = None
+MODEL_CLASS = None
