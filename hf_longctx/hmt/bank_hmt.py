@@ -42,6 +42,3 @@ class Bank(Retriever):
         size = self.config.memory_size if self.config.recall else self.config.memory_tokens
         ends = segment.ends[:, None].expand(segment.memory.shape[:2])
         return remember(state, segment, size, embeddings=segment.memory, ends=ends)
-
-
-__all__ = ["Bank"]

@@ -49,11 +49,8 @@ def split(kv_cache: Cache, parts: int) -> list[Cache]:
 def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | None]:
     """Join the caches of different rows into one cache of the batch. Shorter rows are padded on the left.
 
-    Args:
-        parts: pairs (row indices, cache of these rows).
-
-    Returns:
-        The joined cache of length P, and a bool mask (B, P), False on padding. If no row is padded, the mask is None.
+    `parts` are pairs (row indices, cache of these rows). Also return a bool mask (B, P), False on padding. The mask is
+    None if no row is padded.
     """
     order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
     lengths = torch.tensor([cache.get_seq_length() for rows, cache in parts for _ in rows])[order]
@@ -80,6 +77,3 @@ def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | 
         return joined, None
     device = next(x.device for layer in joined.layers for x in tensors_of(layer).values())
     return joined, (torch.arange(width) >= width - lengths[:, None]).to(device)
-
-
-__all__ = ["fork", "side_by_side", "split", "tensors_of"]

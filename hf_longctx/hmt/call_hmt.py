@@ -6,7 +6,7 @@ They read the segments of the call with `run`, and add full segments to the memo
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -24,49 +24,42 @@ from .retriever_hmt import Segment, long_tensor
 from .state_hmt import HMTState
 
 
+@dataclass(eq=False)
 class Call:
     """One call of a model.
 
-    Args:
+    Attributes:
         reader: what the model has settled.
         rows: the tokens of the call.
         loss_function: computes the summed loss of logits, as in transformers.
         checkpoint: gradient checkpointing function, or None.
         cuda_graphs: as in `HMTConfig`.
         output_recall: whether to fill `reports`. The reports of n segments contain up to n * n / 2 weights per row.
-
-    Attributes:
-        in_two_passes: whether the second pass of a segment extends the cache of the first one.
         logits: for each row of the batch, the returned logits (n, V), keyed by (segment, first token).
         losses: the summed losses of the passes that compute logits.
         reports: list n contains the reports of the n-th segment of each row.
+        in_two_passes: whether the second pass of a segment extends the cache of the first one.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        rows: PackedRows,
-        loss_function: Callable[..., Tensor] | None = None,
-        checkpoint: Callable[..., Any] | None = None,
-        cuda_graphs: bool = False,
-        output_recall: bool = False,
-    ):
-        self.reader = reader
-        self.rows = rows
-        self.loss_function = loss_function
-        self.checkpoint = checkpoint
-        self.cuda_graphs = cuda_graphs
-        self.output_recall = output_recall
+    reader: Reader
+    rows: PackedRows
+    loss_function: Callable[..., Tensor] | None = None
+    checkpoint: Callable[..., Any] | None = None
+    cuda_graphs: bool = False
+    output_recall: bool = False
+    logits: dict[int, dict[tuple, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    losses: list[Tensor] = field(default_factory=list)
+    reports: list[list[Report]] = field(default_factory=list)
+
+    def __post_init__(self):
+        lm = self.reader.lm
+        self.in_two_passes = self.reader.in_two_passes
         self.hide_prompt = cache(hide_prompt)  # the segments of a call share their masks
-        self.in_two_passes = reader.in_two_passes
-        if self.in_two_passes and reader.lm.checkpoints_layers:
-            reader.lm.check_hides(reader.config.positions_per_segment, extends=False)
+        if self.in_two_passes and lm.checkpoints_layers:
+            lm.check_hides(self.reader.config.positions_per_segment, extends=False)
             self.in_two_passes = False
-        if not cuda_graphs:
-            reader.lm.graphs.graphs.clear()
-        self.logits: dict[int, dict[tuple, Tensor]] = defaultdict(dict)
-        self.losses: list[Tensor] = []
-        self.reports: list[list[Report]] = []
+        if not self.cuda_graphs:
+            lm.graphs.graphs.clear()
 
     @cached_property
     def graphs(self) -> PassGraphs:
@@ -100,12 +93,12 @@ class Call:
             prefix, closing: embeddings around the tokens, (B, n, d).
             logits_from: the first token that may get logits.
             kv_cache: cache that the pass continues, or None. Only a copy is extended.
-            mask: (B, cached + P), bool, False on padding. In single-pass mode, a prefix has its own mask.
+            mask: (B, cached + P), bool, False on padding. In single-pass mode, another mask hides the prompt.
             remembered: memories of the retrievers, for retrievers that change logits.
             last: whether no later pass uses the cache of this pass.
 
         Returns:
-            The last hidden states of all P positions, (B, P, d), and the extended cache. The cache may be None.
+            The last hidden states of all P positions, (B, P, d), and the extended cache or None.
         """
         reader = self.reader
         embeds = reader.embed(part.ids[:, reader.k + start : reader.k + stop])
@@ -154,8 +147,6 @@ class Call:
             columns: positions of `embeds` whose logits are computed.
             returns: whether the logits are returned.
             captures: whether to run the pass as a CUDA graph. If True, the returned cache is None.
-
-        For the other arguments, see `Backbone.run` and `run`.
 
         Returns:
             The logits of `columns`, (B, n, V); the last hidden states, (B, P, d); the summed loss of `targets` (B, n);
@@ -244,6 +235,3 @@ def position_ids(of_token_0: list[int], start: int, n: int, embeds: Tensor) -> T
             positions + long_tensor([position - of_token_0[0] for position in of_token_0], embeds.device)[:, None]
         )
     return positions.expand(len(embeds), -1).contiguous()
-
-
-__all__ = ["Call"]

@@ -1,12 +1,12 @@
 """Check the arguments of `HMTWrapper`, and raise errors for mistakes that would otherwise be silent."""
 
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from .configuration_hmt import check_loss_settings
 from .reader_hmt import Reader
 from .state_hmt import HMTState
 
@@ -35,19 +35,17 @@ def check_generation(config: GenerationConfig) -> None:
 
 def same_state(*states: object) -> HMTState | None:
     """Return the state passed as `state`, `cache` or `past_key_values`. If none is passed, return None."""
-    given = [x for x in states if x is not None]
+    given: list[Any] = [x for x in states if x is not None]
     if len(given) > 1:
         raise ValueError(
             "`state`, `cache` and `past_key_values` are three names of the same argument. Pass only one of them."
         )
-    for state in given:
-        if not isinstance(state, HMTState):
-            raise TypeError(
-                f"`cache` must be the HMTState of an earlier call, got a {type(state).__name__}. Pass the `state` "
-                "that the earlier call returned. Prefix tuning of PEFT is not supported: use LoRA."
-            )
-        return state
-    return None
+    if given and not isinstance(given[0], HMTState):
+        raise TypeError(
+            f"`cache` must be the HMTState of an earlier call, got a {type(given[0]).__name__}. Pass the `state` that "
+            "the earlier call returned. Prefix tuning of PEFT is not supported: use LoRA."
+        )
+    return given[0] if given else None
 
 
 def check_call(
@@ -59,17 +57,11 @@ def check_call(
     use_cache: bool,
     logits_to_keep: int | Tensor,
     score_from: int | None,
-    loss_scope: str | None,
-    bptt_segments: int | None,
     keywords: dict,
 ) -> Tensor | None:
-    """Check the arguments of `HMTWrapper.forward`.
+    """Check the arguments of `HMTWrapper.forward`, and return `attention_mask` as bool. If nothing is padding, None.
 
-    Args:
-        keywords: the other keyword arguments of `forward`.
-
-    Returns:
-        `attention_mask` as a bool tensor, (B, T). If no token is padding, None.
+    `keywords` are the arguments that `forward` does not have.
     """
     for name, value in keywords.items():
         if name not in _FOR_OTHER_MODELS or not (value is None or value is False):
@@ -87,18 +79,15 @@ def check_call(
                 f"`{name}` must have the same shape as input_ids, got {tuple(value.shape)} instead of "
                 f"{tuple(input_ids.shape)}. Pass values only for the tokens of this call."
             )
-    places = range(reader.length)
-    if score_from is not None and (labels is None or score_from not in places):
+    if score_from is not None and (labels is None or score_from not in range(reader.length)):
         raise ValueError(
-            f"`score_from` must be a position from 0 to {places[-1]} within a segment, got {score_from!r}. "
+            f"`score_from` must be a position from 0 to {reader.length - 1} within a segment, got {score_from!r}. "
             "`score_from` also requires labels."
         )
     if not isinstance(logits_to_keep, Tensor) and (not isinstance(logits_to_keep, Integral) or logits_to_keep < 0):
         raise ValueError(
             f"`logits_to_keep` must be a non-negative int or a tensor of positions, got {logits_to_keep!r}."
         )
-    if loss_scope is not None or bptt_segments is not None:
-        check_loss_settings("all" if loss_scope is None else loss_scope, bptt_segments)
     if state is not None:
         check_state(reader, state)
     mask = None if attention_mask is None or (attention_mask == 1).all() else attention_mask == 1
@@ -111,11 +100,11 @@ def check_call(
 
 def check_state(reader: Reader, state: HMTState) -> None:
     """Raise ValueError if the state is from another model, or if paper mode cannot continue from the state."""
-    differing = {name: value for name, value in reader.signature.items() if state.signature.get(name) != value}
-    if differing:
-        of_state = {name: state.signature.get(name) for name in differing}
+    own, found = reader.signature, state.signature  # states of earlier versions can have more settings
+    if differing := [name for name in own | found if own.get(name) != found.get(name)]:
         raise ValueError(
-            f"The state is from a model with other settings: {of_state}. This model has {differing}. Start a new state."
+            f"The state is from a model with other settings: { {name: found.get(name) for name in differing} }. This "
+            f"model has { {name: own.get(name) for name in differing} }. Start a new state."
         )
     # FSDP replaces the weight with its own type, and casts it on use. The dtype of such a weight is not checked.
     if state.dtype not in (None, reader.dtype) and type(reader.embed.weight) is torch.nn.Parameter:
@@ -159,6 +148,3 @@ def check_padding(reader: Reader, mask: Tensor, state: HMTState | None, use_cach
             "The rows are padded on the right. With recall_mode='paper', this padding would change the query, the "
             "loss or the memory. Set tokenizer.padding_side = 'left', or use recall_mode='single_pass'."
         )
-
-
-__all__ = ["check_call", "check_generation", "same_state"]

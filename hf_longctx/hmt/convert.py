@@ -73,6 +73,3 @@ def official_parameters(model: HMTWrapper) -> dict[str, nn.Parameter]:
     """Return a wrapper's memory parameters, keyed by their official names. They are not copied."""
     parameters = dict(model.named_parameters())
     return {name: parameters[ours] for name, ours in OFFICIAL_NAMES.items() if ours in parameters}
-
-
-__all__ = ["from_official", "official_parameters"]

@@ -1,9 +1,8 @@
 """Capture the pass that ends each segment as a CUDA graph (`HMTConfig(cuda_graphs=True)`).
 
-Reading a segment needs about 700 kernel launches, and launching the kernels takes longer than running them. The passes
-that end the segments of a sequence have the same shapes. HMT captures the second of these passes as a graph. Each
-later pass replays it with a single launch. A replay runs the same kernels as an eager pass, so the logits are equal.
-With `reread=True`, all passes are eager.
+Reading a segment needs about 700 kernel launches, which take longer than the kernels. The passes that end the segments
+of a sequence have the same shapes. HMT captures the second of these passes as a graph. Each later pass replays it with
+a single launch, and runs the same kernels.
 """
 
 import threading
@@ -92,24 +91,22 @@ class PassGraphs:
             function: returns (logits or None, hidden states). It must launch the same kernels for all inputs of the
                 same shapes.
             kv_cache: cache that the function reads, or None. The function gets a copy.
-            given: arguments of `function`; None values are omitted.
         """
-        names = [name for name, value in given.items() if value is not None]
+        arguments = {name: value for name, value in given.items() if value is not None}
         layers = [] if kv_cache is None else kv_cache.layers
-        of_cache = [(i, name) for i, layer in enumerate(layers) for name in tensors_of(layer)]
-        inputs: list[Any] = [*(given[name] for name in names), *(getattr(layers[i], name) for i, name in of_cache)]
+        cached = {(i, name): x for i, layer in enumerate(layers) for name, x in tensors_of(layer).items()}
+        inputs = [*arguments.values(), *cached.values()]
 
         def of_tensors(*tensors: Tensor) -> list[Tensor]:
-            cache = None if kv_cache is None else fork(kv_cache)
-            for (i, name), value in zip(of_cache, tensors[len(names) :]):
-                assert cache is not None
+            cache: Any = None if kv_cache is None else fork(kv_cache)
+            for (i, name), value in zip(cached, tensors[len(arguments) :]):
                 setattr(cache.layers[i], name, value)
-            logits, hidden = function(**dict(zip(names, tensors)), kv_cache=cache)
+            logits, hidden = function(**dict(zip(arguments, tensors)), kv_cache=cache)
             return [hidden] if logits is None else [hidden, logits]
 
         shapes = tuple((x.shape, x.dtype) for x in inputs)
         stream = torch.cuda.current_stream().cuda_stream if inputs[0].is_cuda else None
-        key = (*names, shapes, threading.get_ident(), stream)
+        key = (*arguments, shapes, threading.get_ident(), stream)
         if key in self.graphs:
             self.graphs.move_to_end(key)
         graph = self.graphs.get(key)
@@ -140,6 +137,3 @@ class PassGraphs:
             warnings.warn("HMT runs a pass eagerly, because its CUDA graph returned different numbers.", stacklevel=2)
             return False
         return graph
-
-
-__all__ = ["PassGraphs", "can_capture"]

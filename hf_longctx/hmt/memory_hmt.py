@@ -1,8 +1,4 @@
-"""The parameters that HMT adds to a backbone: `HMTMemory`.
-
-Symbols follow arXiv 2405.06067, sec. 3. d: width of memory and input embeddings; h: output width of the recall
-projections; m: number of embeddings per memory; k: number of sensory tokens; L': number of new tokens per segment.
-"""
+"""The parameters that HMT adds to a backbone: `HMTMemory`. Symbols follow arXiv 2405.06067, sec. 3."""
 
 import json
 from collections.abc import Callable
@@ -12,12 +8,10 @@ import torch
 from torch import Tensor, nn
 
 
-# Gain of the initial projections in paper mode. With Wq = Wk = gain * I, the initial scores are gain^2 q.c / sqrt(h).
-# After the final norm, the entries of memories are of order 1, so q.c / sqrt(h) is about sqrt(d) * cosine. This is
-# sharp enough to select a memory, and soft enough for gradients.
+# Gain of the initial projections in paper mode: the initial scores are gain^2 q.c / sqrt(h). After the final norm, the
+# entries of memories are of order 1, so q.c / sqrt(h) is about sqrt(d) * cosine: sharp enough to select a memory, and
+# soft enough for gradients.
 SIMILARITY_GAIN = 1.5
-
-
 # With c memories, initial scale-free scores are log(1 + c) * cosine / TEMPERATURE. If c = 10, this is cosine / 0.1.
 TEMPERATURE = 0.25
 # If the squared norm of a difference is below this fraction of |x|^2, `normalize` does not scale it up to length one.
@@ -27,18 +21,18 @@ FLOOR = 1e-4
 class HMTMemory(nn.Module):
     """The parameters that HMT adds to a backbone: learned prompts, two recall projections and a temperature.
 
+    They are not in an nn.Linear, so quantization and LoRA with target_modules="all-linear" do not change them.
+
     Args:
-        width: d.
-        memory_tokens: m.
-        recall_dim: h. None: no recall and no projections.
-        single_pass: whether the model uses single-pass mode. This mode needs a summary token. With recall, it also
-            needs a temperature.
+        width: d, width of memory and input embeddings.
+        memory_tokens: m, number of embeddings per memory.
+        recall_dim: h, output width of the recall projections. None: no recall and no projections.
+        single_pass: whether the model uses single-pass mode.
         settings: function that returns the model's settings. A PEFT adapter of the memory contains these settings.
 
     Parameters: `initial` (m, d), the prompt of the first segment (paper mode only); `summary_token` (1, d), the
-    paper's H^T; `wq`, `wk` (h, d); `log_temperature` (1,), the temperature of scale-free scores. In single-pass mode,
-    the summary token ends both parts of a segment. These parameters are not in an nn.Linear, so quantization and LoRA
-    with target_modules="all-linear" do not change them.
+    paper's H^T, which ends both parts of a segment in single-pass mode; `wq`, `wk` (h, d); `log_temperature` (1,), the
+    temperature of scale-free scores (single-pass mode only).
     """
 
     def __init__(
@@ -82,15 +76,10 @@ class HMTMemory(nn.Module):
             )
 
     def scores(self, query: Tensor, bank: Tensor, valid: Tensor) -> Tensor:
-        """Return the scores before the softmax, q Wq^T (C Wk^T)^T / sqrt(h), as (B, c).
+        """Return the scores before the softmax, q Wq^T (C Wk^T)^T / sqrt(h), as (B, c). See `recall` for arguments.
 
         Single-pass mode uses scale-free scores: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature. Here, `count`
         is the number of memories of a row, and u(x) normalizes x minus the mean of these memories to length one.
-
-        Args:
-            query: as in `recall`, in at least fp32.
-            bank: as in `recall`, in at least fp32.
-            valid: as in `recall`.
         """
         wq, wk = self.wq.to(bank), self.wk.to(bank)
         factor: Any = wq.shape[0] ** -0.5
@@ -126,15 +115,7 @@ class HMTMemory(nn.Module):
         return prompt, scores
 
 
-def memory_dtype(model: Any) -> torch.dtype:
-    """Return the dtype of a wrapper's memories. It equals the dtype of the token embeddings."""
-    return model.get_input_embeddings().weight.dtype
-
-
 def normalize(x: Tensor, origin: Tensor) -> Tensor:
     """Normalize `x - origin` to length one. If this difference is tiny compared with x, the length is below one."""
     rest = x - origin
     return rest * (rest.square().sum(-1, keepdim=True) + FLOOR * x.square().sum(-1, keepdim=True) + 1e-30).rsqrt()
-
-
-__all__ = ["HMTMemory", "memory_dtype"]

@@ -12,13 +12,12 @@ passes information from segment to segment. Retrievers select what a segment rea
 (`retriever_hmt.py`).
 
 `recall_mode="paper"` implements this algorithm exactly (`paper_hmt.py`). However, the prompt depends on the first j
-tokens and is read *before* them. The model therefore attends to a summary of the tokens that it predicts. The loss of
-these tokens is too low, and they cannot be generated. `score_from=config.summary_length` excludes them from the loss.
+tokens and is read *before* them. The loss of these tokens is too low, and they cannot be generated.
+`score_from=config.summary_length` excludes them from the loss.
 
 `recall_mode="single_pass"` (default) reads every position once, and recalls in the middle of a segment
 (`single_pass_hmt.py`). Each row has its own segment boundaries, and padding does not change the results
-(`packing_hmt.py`). Paper mode reads padding as tokens, like the official code. In paper mode, sensory tokens can
-therefore be padding, and memories of padding are stored.
+(`packing_hmt.py`). Paper mode reads padding as tokens, like the official code.
 """
 
 import math
@@ -34,12 +33,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import cached_file
 from transformers.utils.generic import can_return_tuple
@@ -48,7 +42,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 from .backbone_hmt import Backbone
 from .call_hmt import Call
 from .checks_hmt import check_call, same_state
-from .configuration_hmt import HMTConfig, custom_model_class
+from .configuration_hmt import HMTConfig, check_loss_settings, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory
 from .output_hmt import HMTOutput
@@ -94,7 +88,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                     "`config.backbone_config` must be set, got None. Use HMTWrapper.from_backbone(model_or_name, "
                     "config)."
                 )
-            config.check()
             custom = custom_model_class(config.backbone_config)
             build = custom._from_config if custom else AutoModelForCausalLM.from_config
             backbone = build(config.backbone_config)
@@ -142,11 +135,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return self._reader
 
     def configure(self, **changes: Any) -> None:
-        """Change settings of this model.
-
-        Args:
-            changes: fields of `HMTConfig`. The parameters depend on `backbone_config`, `recall`, `recall_dim`,
-                `recall_mode` and `memory_tokens`, so these fields cannot be changed.
+        """Change fields of `HMTConfig` of this model.
 
         Raises:
             ValueError: a name is not a field, the parameters depend on it, or the model does not support the value.
@@ -171,8 +160,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def initialize_weights(self) -> None:
         """Initialize the backbone as a standalone model, and then the memory.
 
-        Inside a wrapper, transformers would skip modules without parameters. Some of these modules initialize buffers
-        of their children, such as `mup_vector` of Falcon-H1.
+        Inside a wrapper, transformers skips modules without parameters, but they may fill buffers of their children.
         """
         if isinstance(self.backbone, PreTrainedModel):
             self.backbone.initialize_weights()
@@ -252,22 +240,23 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         reader = self.reader
         if cache is not None or past_key_values is not None:
             state = same_state(state, cache, past_key_values)
-            if (
-                attention_mask is not None and input_ids is not None
-            ):  # transformers passes a mask of the whole sequence
+            if attention_mask is not None and input_ids is not None:  # of the whole sequence
                 attention_mask = attention_mask[:, -input_ids.shape[1] :]
         use_cache = state is not None if use_cache is None else use_cache
-        settings = logits_to_keep, score_from, loss_scope, bptt_segments
-        mask = check_call(reader, input_ids, attention_mask, labels, state, use_cache, *settings, kwargs)
+        loss_scope = reader.config.loss_scope if loss_scope is None else loss_scope
+        bptt_segments = reader.config.bptt_segments if bptt_segments is None else bptt_segments
+        check_loss_settings(loss_scope, bptt_segments)
+        arguments = input_ids, attention_mask, labels, state, use_cache, logits_to_keep, score_from
+        mask = check_call(reader, *arguments, keywords=kwargs)
         assert input_ids is not None
         trains = self.training and torch.is_grad_enabled()
         if trains:
             self._warn_if_memory_is_frozen()
         if state is None:
             state = self.new_state(len(input_ids), device=input_ids.device)
-        rows = PackedRows(reader, state, input_ids, mask, logits_to_keep, bptt_segments or reader.config.bptt_segments)
+        rows = PackedRows(reader, state, input_ids, mask, logits_to_keep, bptt_segments)
         if labels is not None:
-            rows.add_targets(labels, loss_scope or reader.config.loss_scope, score_from)
+            rows.add_targets(labels, loss_scope, score_from)
         call = Call(
             reader,
             rows,
@@ -292,15 +281,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             )
 
     def new_state(self, batch_size: int = 1, device: torch.device | str | None = None) -> HMTState:
-        """Create an empty state. A call without a `state` creates its own.
-
-        Args:
-            batch_size: B.
-            device: device of the state (default: the model's device).
-
-        Raises:
-            ValueError: `batch_size` is below 1.
-        """
+        """Create an empty state for a batch. A call without a `state` creates its own. Default: the model's device."""
         if batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
         device = self.device if device is None else device

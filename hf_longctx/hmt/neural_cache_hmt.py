@@ -78,6 +78,3 @@ class NeuralCacheRetriever(Retriever):
 def keys_of(hidden: Tensor) -> Tensor:
     """Normalize hidden states (..., d) to length one, in at least fp32."""
     return F.normalize(hidden.to(torch.promote_types(hidden.dtype, torch.float32)), dim=-1)
-
-
-__all__ = ["NeuralCacheRetriever", "keys_of"]

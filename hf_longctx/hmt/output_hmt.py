@@ -88,13 +88,7 @@ class HMTOutput(ModelOutput):
 
 
 def recall_fields(reports: list[list[Report]], length: int, ids: Tensor) -> dict[str, Any]:
-    """Return `recall_*`, `memories` and `segment_length` of an output.
-
-    Args:
-        reports: list n contains the reports of the n-th segment of each row.
-        length: L'.
-        ids: token ids of the call, (B, T).
-    """
+    """Return `recall_*`, `memories` and `segment_length` of an output, for the reports of a `Call` and its ids."""
     batch = len(ids)
     recalls = []
     memories = []
@@ -120,6 +114,3 @@ def recall_fields(reports: list[list[Report]], length: int, ids: Tensor) -> dict
         "memories": tuple(memories),
         "segment_length": length,
     }
-
-
-__all__ = ["HMTOutput", "Report", "recall_fields"]

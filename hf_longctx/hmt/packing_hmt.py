@@ -1,9 +1,8 @@
 """Split rows of unequal length into segments. The result of a row does not depend on the other rows.
 
-Each row has its own segment boundaries. A row consists of its sensory tokens, the tokens of its open segment and its
-new tokens. Rows are padded on the right. Causality hides padding on the right in every backbone (attention, recurrence
-or convolution), even without an attention mask. `PackedRows` contains all tokens of a call. A `Part` groups rows that
-are at the same position in their segments. It contains one segment of each of these rows.
+Each row has its own segment boundaries. Rows are padded on the right, because causality hides this padding in every
+backbone (attention, recurrence or convolution), even without an attention mask. `PackedRows` contains all tokens of a
+call. A `Part` contains one segment of each row that is at the same position in its segment.
 
 A token has one coordinate: its index in the segment. Sensory tokens have the indices -k to -1.
 """
@@ -72,22 +71,17 @@ class PackedRows:
     """The tokens of a call, preceded by the sensory tokens and the open segment of each row.
 
     Args:
-        reader: what the model has settled.
         state: the state before the call.
-        input_ids: (B, T).
-        mask: (B, T), bool; None without padding.
-        logits_to_keep: as in `HMTWrapper.forward`.
-        bptt_segments: as in `HMTConfig`.
+        input_ids, mask: as in `HMTWrapper.forward`. The mask is bool, or None without padding.
 
     Attributes:
-        ids: token ids, (B, k + W), left-aligned. Each row contains k sensory tokens, then up to W other tokens. The
-            tokens of the open segment precede the tokens of this call. In paper mode, padding stays in place.
-        mask: as in `Part`, (B, W).
+        ids: token ids, (B, k + W), left-aligned. Each row contains k sensory tokens, the tokens of the open segment
+            and the tokens of this call. In paper mode, padding stays in place.
+        mask, targets: as in `Part`, (B, W).
         segments: for each row, the index of its open segment.
         opened: for each row, the number of tokens of its open segment that earlier calls have read.
         lengths: for each row, the total number of tokens of the open segment and of this call.
         padding: for each row, the number of padding columns before the new tokens.
-        targets: as in `Part`, (B, W). None before `add_targets`.
         n_scored: number of targets that the loss includes.
         n_labelled: number of targets, including targets that `score_from` or `loss_scope` excludes.
     """
@@ -156,12 +150,7 @@ class PackedRows:
         self.targets = targets
 
     def parts(self) -> list[list[Part]]:
-        """Split the rows at segment boundaries.
-
-        Returns:
-            Lists of parts. List n contains the n-th segment of each row. All rows of a part are at the same position
-            in their segments.
-        """
+        """Split the rows at segment boundaries. List n contains the n-th segment of each row."""
         length, k, bptt = self.reader.length, self.reader.k, self.bptt_segments
         returned_from = [
             opened + max(0, self.returned_from - padding) for opened, padding in zip(self.opened, self.padding)
@@ -210,11 +199,9 @@ class PackedRows:
         return replace(state, tail=tail, open_mask=open_mask, lengths=lengths)
 
     def unpack(self, logits: dict[int, dict[tuple, Tensor]], like: Tensor) -> Tensor:
-        """Return the logits of `logits_to_keep` in the order of the input, (B, n, V), with zeros on padding.
+        """Return the logits (see `Call`) of `logits_to_keep` in the order of the input, (B, n, V), with 0 on padding.
 
-        Args:
-            logits: as in `Call`.
-            like: tensor (..., V) with the dtype and device of the logits.
+        `like` is a tensor (..., V) with the dtype and device of the logits.
         """
         tokens = self.tokens - self.returned_from
         pieces = []
@@ -235,6 +222,3 @@ def window(x: Tensor, starts: Sequence[int], width: int) -> Tensor:
         return x[:, starts[0] : starts[0] + width]
     place = long_tensor(starts, x.device)[:, None] + torch.arange(width, device=x.device)
     return x.gather(1, place.clamp(max=x.shape[1] - 1))
-
-
-__all__ = ["PackedRows", "Part", "join_parts"]

@@ -26,9 +26,7 @@ from .state_hmt import HMTState
 def read(call: Call, state: HMTState, use_cache: bool) -> HMTState:
     """Read the tokens of a call, and return `state` with the memory after the call.
 
-    Args:
-        state: state before the call.
-        use_cache: whether a later call may continue an incomplete last segment.
+    `use_cache` says whether a later call may continue an incomplete last segment.
     """
     parts = [part for (part,) in call.rows.parts()]
     queries = recall_queries(call, parts)
@@ -38,10 +36,7 @@ def read(call: Call, state: HMTState, use_cache: bool) -> HMTState:
 
 
 def recall_queries(call: Call, parts: list[Part]) -> dict[int, Tensor]:
-    """Return the recall queries (B, 1, d) of the parts that recall, keyed by segment index.
-
-    Summary passes do not depend on memories, so several segments share one pass of the backbone.
-    """
+    """Return the recall queries (B, 1, d), keyed by segment index. Several segments share one pass of the backbone."""
     recalling = [part for part in parts if call.reader.config.recall and part.segments[0]]
     size = call.segments_per_batch(parts)
     queries = {}
@@ -64,12 +59,7 @@ def summarize(call: Call, part: Part) -> Tensor:
 
 
 def read_part(call: Call, state: HMTState, part: Part, query: Tensor | None, use_cache: bool) -> HMTState:
-    """Read one segment of each row (paper, sec. 3.2 and 3.3). Segments may be incomplete.
-
-    Args:
-        state, use_cache: as in `read`.
-        query: recall query of the part, (B, 1, d). None: no recall.
-    """
+    """Read one segment of each row (paper, sec. 3.2 and 3.3). Segments may be incomplete. No query: no recall."""
     reader = call.reader
     is_full = part.stop == reader.length
     start = 0
@@ -88,6 +78,3 @@ def read_part(call: Call, state: HMTState, part: Part, query: Tensor | None, use
     if call.output_recall:
         call.reports.append([Report(part, None if part.read else recall, embedding)])
     return state
-
-
-__all__ = ["read"]

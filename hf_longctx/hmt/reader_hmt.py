@@ -4,7 +4,7 @@ from typing import Any
 
 from .backbone_hmt import Backbone
 from .configuration_hmt import HMTConfig
-from .memory_hmt import HMTMemory, memory_dtype
+from .memory_hmt import HMTMemory
 from .retrievers_hmt import Retrievers
 
 
@@ -16,14 +16,11 @@ class Reader:
         lm, memory: the backbone and the memory of the model.
 
     Attributes:
-        embed: module that embeds token ids.
-        retrievers: select what a segment reads from the previous segments.
         signature: the settings that a state must share (`HMTConfig.signature`).
         basis: the replaceable parts of the model from which the other attributes were derived (`basis_of`).
         is_settled: whether the weights contained data, so that the backbone was tested.
         length, j, k: L', `HMTConfig.summary_length` and `HMTConfig.sensory_tokens`.
         n_prefix: number of embeddings that a segment reads before its tokens, including the prompt.
-        single_pass, reread: as in `HMTConfig`.
         in_two_passes: whether the second pass of a segment can extend the cache of the first (`single_pass_hmt.py`).
         dtype: dtype of the memory embeddings.
 
@@ -34,10 +31,12 @@ class Reader:
     def __init__(self, config: HMTConfig, lm: Backbone, memory: HMTMemory):
         config.check(lm.positions)
         self.config, self.lm, self.memory = config, lm, memory
+        self.basis = basis_of(lm, memory)
+        self.is_settled = lm.has_data
         self.embed: Any = lm.model.get_input_embeddings()
         self.retrievers = Retrievers(config, memory, lm.embed)
         self.n_prefix = self.retrievers.columns
-        self.is_settled = lm.has_data
+        self.length, self.j, self.k = config.segment_length, config.summary_length, config.sensory_tokens
         self.single_pass = config.single_pass
         if self.single_pass and self.is_settled:
             if config.reread is None:
@@ -46,12 +45,8 @@ class Reader:
                 lm.check_hides(config.positions_per_segment, extends=self.n_prefix == 1)
         self.reread = bool(config.reread)
         self.in_two_passes = self.single_pass and not self.reread and self.n_prefix == 1
-        self.length = config.segment_length
-        self.j = config.summary_length
-        self.k = config.sensory_tokens
-        self.dtype = memory_dtype(lm.model)
+        self.dtype = self.embed.weight.dtype
         self.signature = config.signature(lm.width)
-        self.basis = basis_of(lm, memory)
 
 
 def basis_of(lm: Backbone, memory: HMTMemory) -> tuple:
@@ -63,6 +58,3 @@ def basis_of(lm: Backbone, memory: HMTMemory) -> tuple:
     embed: Any = lm.model.get_input_embeddings()
     attention = getattr(lm.model.config, "_attn_implementation", None)
     return memory, embed, embed.weight.shape, embed.weight.dtype, embed.weight.device, attention
-
-
-__all__ = ["Reader", "basis_of"]

@@ -31,12 +31,6 @@ STATE = "state.safetensors"  # name of the state file in a Hub repository
 SEGMENTS = 16  # segments per call
 SAVE_EVERY = 60.0  # seconds
 LINE_EVERY = 60.0  # seconds between lines of progress
-# Settings of a model that was not trained as an HMT, for each retriever. They depend on the segment length.
-RETRIEVERS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "recall_tokens": lambda length: {"recall_tokens": length // 2},
-    "neural_cache": lambda length: {"neural_cache_weight": 0.1},
-    "bank": lambda length: {},
-}
 
 
 def wrap(model: nn.Module, retriever: str = "recall_tokens") -> HMTWrapper:
@@ -53,13 +47,18 @@ def wrap(model: nn.Module, retriever: str = "recall_tokens") -> HMTWrapper:
     """
     if isinstance(model, HMTWrapper):
         raise ValueError("`retriever` must be None for a model that is already an HMT. Use model.configure instead.")
-    if retriever not in RETRIEVERS:
-        raise ValueError(f"`retriever` must be one of {[*RETRIEVERS]}, got {retriever!r}.")
     config: Any = model.config
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 1024
     length = 2 ** min(9, (positions // 2).bit_length() - 1)
+    settings = {
+        "recall_tokens": {"recall_tokens": length // 2},
+        "neural_cache": {"neural_cache_weight": 0.1},
+        "bank": {},
+    }
+    if retriever not in settings:
+        raise ValueError(f"`retriever` must be one of {[*settings]}, got {retriever!r}.")
     fields: dict[str, Any] = {"segment_length": length, "sensory_tokens": length // 16, "memory_size": None}
-    return HMTWrapper.from_backbone(model, HMTConfig(**fields | RETRIEVERS[retriever](length))).eval()
+    return HMTWrapper.from_backbone(model, HMTConfig(**fields, **settings[retriever])).eval()
 
 
 def read_text(
@@ -95,11 +94,7 @@ def read_text(
         raise ValueError(f"{name} is empty: the tokenizer returned no tokens.")
     if filler is not None:
         ids = torch.cat([ids, ids.new_full((1, -ids.shape[1] % model.config.segment_length), filler)], 1)
-    about = {
-        "text": name,
-        "sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "tokens": ids.shape[1],
-    }
+    about = {"text": name, "sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": ids.shape[1]}
     begun = None
     saved = time.monotonic()
     if path is not None and Path(path).exists():

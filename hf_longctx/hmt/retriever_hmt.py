@@ -126,9 +126,6 @@ class Retriever:
 class Retrievers(Retriever):
     """All retrievers of a model. Their memory is a dict of the retrievers' memories, keyed by name.
 
-    Args:
-        config, memory, embed: as in `Retriever`.
-
     Raises:
         ValueError: a name is not registered, or the retrievers do not match the other fields of the config.
     """
@@ -214,15 +211,3 @@ def long_tensor(values: Sequence[int], device: torch.device) -> Tensor:
     if list(values) == list(range(first, first + count)):
         return torch.arange(first, first + count, device=device)
     return torch.tensor(values, device=device)
-
-
-__all__ = [
-    "RETRIEVERS",
-    "Retrieved",
-    "Retriever",
-    "Retrievers",
-    "Segment",
-    "long_tensor",
-    "register_retriever",
-    "remember",
-]

@@ -71,6 +71,3 @@ def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tenso
     scores = (weights * idf * counts * (K1 + 1) / (counts + K1)).sum(2).masked_fill(~valid, -1)
     best = scores.shape[1] - 1 - scores.flip(1).argmax(1)
     return passages[torch.arange(len(best), device=best.device), best]
-
-
-__all__ = ["Search", "find_tokens"]

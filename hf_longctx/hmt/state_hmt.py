@@ -5,14 +5,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
-from .memory_hmt import memory_dtype
 from .retriever_hmt import RETRIEVERS
 
 
@@ -21,8 +21,7 @@ class HMTState:
     """The state of a batch of sequences. A later call, training step or process can continue from it.
 
     A call does not modify its input state, so several calls can branch from one state. A call checks that the settings
-    of the state and of the model are equal. `load` also compares the weights, because memories are useless to a model
-    with other weights.
+    of the state and of the model are equal. `load` also compares the weights.
 
     Attributes:
         memory: memories of the retrievers, keyed by name (`retriever_hmt.py`).
@@ -136,7 +135,7 @@ class HMTState:
         save_file(copies, str(path), metadata=metadata)
 
     @classmethod
-    def load(cls, path: str | Path, model: nn.Module | None, device: torch.device | str = "cpu") -> "HMTState":
+    def load(cls, path: str | Path, model: PreTrainedModel | None, device: torch.device | str = "cpu") -> "HMTState":
         """Read a state written by `save`.
 
         Args:
@@ -145,24 +144,16 @@ class HMTState:
 
         Raises:
             ValueError: the file is damaged, does not contain a state, or was saved by a model with other weights.
-            NotImplementedError: the file contains pages, which earlier versions supported.
         """
         try:
             with safe_open(str(path), "pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             is_own = model is None or metadata["weights"] == weights_hash(model)
-            if model is not None:  # models of different dtypes can have the same hash, so the memories are cast
-                dtype = memory_dtype(model)
-                for name, x in tensors.items():
-                    if x.is_floating_point():
-                        tensors[name] = x.to(dtype)
+            if model is not None:  # models of different dtypes can have the same hash
+                like: Any = model.get_input_embeddings().weight
+                tensors = {name: x.to(like.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
             header, signature = json.loads(metadata["hmt_state"]), json.loads(metadata["signature"])
-            if signature.get("pages") is not None:
-                raise NotImplementedError(
-                    f"{path} contains pages of memories, which are no longer supported. Read the sequence again with a "
-                    "model of memory_size=None. It retains all memories."
-                )
             memory: dict[str, dict[str, Tensor]] = {name: {} for name in header["retrievers"]}
             fields = {name: tensors.pop(name) for name in ("tail", "open_mask") if name in tensors}
             for name, value in tensors.items():
@@ -170,7 +161,7 @@ class HMTState:
                 memory[retriever][key] = value
             state = cls(memory=memory, lengths=tuple(header["lengths"]), signature=signature, **fields)
             state.check()
-        except (NotImplementedError, torch.OutOfMemoryError):
+        except torch.OutOfMemoryError:
             raise
         except _DAMAGED as error:
             reason = f"{type(error).__name__}: {error}"
@@ -247,6 +238,3 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)
     row = x[:1] if alike else x.index_select(0, rows[:1])
     return row.expand(len(rows), *x.shape[1:])
-
-
-__all__ = ["HMTState", "join_memories", "join_rows", "take_rows", "weights_hash"]

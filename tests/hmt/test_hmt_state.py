@@ -151,13 +151,13 @@ def test_states_of_earlier_versions_are_continued():
     torch.testing.assert_close(rest.logits, whole.logits[:, 41:], atol=1e-4, rtol=0)
 
 
-def test_states_with_pages_are_refused(make_wrapper, tokens, tmp_path):
+def test_states_with_settings_that_this_version_does_not_have_are_refused(make_wrapper, tokens, tmp_path):
     file, model = tmp_path / "state.safetensors", make_wrapper()
     state = model(tokens, use_cache=True).state
     state.signature = {**state.signature, "pages": [4, 16]}
     state.save(file, model)
-    with pytest.raises(NotImplementedError, match=r"contains pages.*memory_size=None"):
-        HMTState.load(file, model)
+    with pytest.raises(ValueError, match=r"other settings: \{'pages': \[4, 16\]\}.*Start a new state"):
+        model(tokens, state=HMTState.load(file, model))
 
 
 def test_a_memory_can_be_seen(make_wrapper, tokens):
