@@ -9,16 +9,14 @@ model then captures the hidden states.
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.generic import is_flash_attention_requested
 
 from .compat_hmt import cache_name
 from .graphs_hmt import PassGraphs
@@ -77,22 +75,17 @@ class Backbone:
         self.counts_from_0 = "position_ids" in self.forward_arguments and self.positions is None
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
-        # The following results are None until the first test pass.
-        has_dynamic_cache = getattr(
-            model, "_supports_default_dynamic_cache", bool
-        )  # only generative models define this method
         extends = cache_name(type(model)) is not None and not self.stateful and layers <= _CONTINUED_LAYERS
+        has_dynamic_cache = getattr(model, "_supports_default_dynamic_cache", bool)  # only generative models have it
+        # results of test passes; None before
         self._continues: bool | None = None if extends and has_dynamic_cache() else False
         self._hides: bool | None = None
         self.graphs = PassGraphs()
         self._check_causal()
 
     def _check_causal(self) -> None:
-        """Raise ValueError if the last of three embeddings changes the first hidden state.
-
-        Recurrent backbones are not tested, because they are causal by construction.
-        """
-        if self.stateful or not self.has_data:
+        """Raise ValueError if the last of three embeddings changes the first hidden state."""
+        if self.stateful or not self.has_data:  # recurrent backbones are causal by construction
             return
         with self._probing(3) as embeds:
             changed = torch.cat([embeds[:, :2], -embeds[:, 2:]], 1)
@@ -108,12 +101,8 @@ class Backbone:
     def continues(self) -> bool:
         """Whether a pass over several tokens and padding can extend a `DynamicCache`.
 
-        The test reads six embeddings in two ways: in one pass, and in two passes of three embeddings. Both ways must
-        return the same hidden states. The second of the two passes extends the cache of the first.
-
-        ProphetNet fails, because a pass can extend its cache by only one token. RoBERTa and its variants fail, because
-        they number the positions of `inputs_embeds` from the start in each pass. For such backbones, HMT reads an open
-        segment again in each call.
+        ProphetNet extends its cache by one token at a time. RoBERTa and its variants number the positions of
+        `inputs_embeds` from the start in each pass. For such backbones, HMT reads an open segment again in each call.
         """
         if self._continues is None and self.has_data:
             try:
@@ -173,15 +162,12 @@ class Backbone:
     def can_hide(self, positions: int, thorough: bool = False) -> bool:
         """Return whether a mask can hide a prompt from some tokens in a pass over `positions` positions.
 
-        The config, the arguments of `forward` and short test passes (`_probe_hiding`) must all allow it.
+        The config, the arguments of `forward` and test passes over six positions must all allow it. If a test pass
+        fails, raise ValueError.
 
         Args:
-            positions: number of positions.
             thorough: whether to test passes over all positions too. They find attention windows that the config does
                 not report.
-
-        Raises:
-            ValueError: a test pass failed.
         """
         if not self.keeps_all_keys(positions) or not self.counts_from_0:
             return False
@@ -198,9 +184,8 @@ class Backbone:
     def _probe_hiding(self, positions: int) -> bool:
         """Return whether hiding a prompt with a mask gives the same hidden states as reading it later.
 
-        Let `late` be the tokens that attend to the prompt, and `early` the other tokens. The tested pass reads
-        [prompt, early, late]. Its mask hides the prompt from `early`. The reference takes two passes. The first pass
-        reads `early`. The second pass extends the cache with [prompt, late].
+        The tested pass reads [prompt, early tokens, late tokens]. Its mask hides the prompt from the early tokens. The
+        reference reads the early tokens, and then extends the cache with [prompt, late tokens].
         """
         half, kv_cache = positions // 2, DynamicCache(config=self.model.config)
         with self._probing(positions) as embeds:
@@ -217,8 +202,8 @@ class Backbone:
         """Raise ValueError if a mask cannot hide the prompt in a segment of `positions` positions.
 
         Args:
-            extends: whether all tokens that must not attend to the prompt are already in a cache. The pass with the
-                prompt then extends this cache. FlashAttention requires True.
+            extends: whether all tokens that must not attend to the prompt are already in a cache. If the attention
+                implementation does not accept a 4D mask, this must be True (`read_prompt`).
         """
         if not self.has_data:
             return
@@ -229,11 +214,11 @@ class Backbone:
                 "new model, set reread=True. For a trained model, use a version of transformers in which the mask "
                 "hides the prompt."
             )
-        if not self.takes_mask and not (extends and is_flash_attention_requested(self.model.config)):
+        if not self.takes_mask and not extends:
             raise ValueError(
                 f"config.reread=False needs a 4D mask, and attention {self.attention!r} does not accept one. Set "
-                "attn_implementation='sdpa'. FlashAttention works without the mask if recall_tokens is None and "
-                "gradient checkpointing of the layers is off."
+                "attn_implementation='sdpa'. The mask is not needed if recall_tokens is None and gradient checkpointing "
+                "of the layers is off."
             )
 
     def _read(self, embeds: Tensor, **inputs) -> Tensor:
@@ -244,8 +229,7 @@ class Backbone:
     def _probing(self, positions: int) -> Iterator[Tensor]:
         """Yield test embeddings, (1, positions, d). Gradients, dropout and autocast are disabled within the context.
 
-        SDPA or eager attention is used. Other implementations may not support 4D masks, the device or the dtype. For
-        example, FlashAttention does not support float32 weights.
+        SDPA or eager attention is used, because others may not support 4D masks, the device or the dtype.
         """
         training = [module for module in self.model.modules() if module.training]
         config, attention = self.model.config, self.attention
@@ -278,8 +262,7 @@ class Backbone:
 
         Args:
             embeds: embeddings, (B, T, d).
-            mask: one of: (B, cached + T), bool, False on padding; the 4D mask of `hide_prompt`; None. If the attention
-                implementation does not accept a 4D mask, `PromptAlone` is used instead. It requires `hidden_from=0`.
+            mask: one of: (B, cached + T), bool, False on padding; the 4D mask of `hide_prompt`; None.
             keep: positions whose logits are computed, (n,), long. None: no logits are computed.
             kv_cache: a `Cache` to extend, or None.
             positions: position ids, (B, T), long; ignored unless `counts_from_0`. None: the backbone's default.
@@ -291,8 +274,7 @@ class Backbone:
             ValueError: the hidden states and the embeddings differ in width.
         """
         inputs = {"inputs_embeds": embeds, "use_cache": kv_cache is not None}
-        alone = mask is not None and mask.dim() == 4 and not self.takes_mask
-        if mask is not None and not alone:
+        if mask is not None:
             inputs["attention_mask"] = mask.expand(len(embeds), -1, -1, -1) if mask.dim() == 4 else mask.long()
         if kv_cache is not None:
             inputs[cache_name(type(self.base if keep is None else self.model)) or "cache"] = kv_cache
@@ -309,13 +291,12 @@ class Backbone:
 
         hook = self.base.register_forward_hook(keep_output)
         try:
-            with PromptAlone.in_column_0(self.model.config._attn_implementation) if alone else nullcontext():
-                if keep is None:
-                    self.base(**inputs)
-                elif "logits_to_keep" in self.forward_arguments:
-                    logits = self.model(**inputs, logits_to_keep=0 if len(keep) == embeds.shape[1] else keep).logits
-                else:
-                    logits = self.model(**inputs).logits[:, keep]
+            if keep is None:
+                self.base(**inputs)
+            elif "logits_to_keep" in self.forward_arguments:
+                logits = self.model(**inputs, logits_to_keep=0 if len(keep) == embeds.shape[1] else keep).logits
+            else:
+                logits = self.model(**inputs).logits[:, keep]
         finally:
             hook.remove()
         hidden = base_outputs[-1][0]
@@ -327,6 +308,19 @@ class Backbone:
             )
         return logits, hidden
 
+    def read_prompt(self, prompt: Tensor, kv_cache: Cache) -> Cache:
+        """Read a prompt (B, 1, d) alone, and return a cache of the prompt followed by a copy of `kv_cache`.
+
+        The next pass attends to both without a mask, and the prompt has attended only to itself.
+        """
+        joined = DynamicCache(config=self.model.config)
+        places = torch.zeros(prompt.shape[:2], dtype=torch.long, device=prompt.device)
+        self.run(prompt, kv_cache=joined, positions=places)
+        layers: list[Any] = kv_cache.layers
+        for i, layer in enumerate(layers):
+            joined.update(layer.keys, layer.values, i)
+        return joined
+
     def versions(self) -> dict[str, int]:
         """Return the number of in-place changes of each parameter. Inference tensors count as 0."""
         parameters = self.model.named_parameters()
@@ -334,10 +328,9 @@ class Backbone:
 
     @torch.no_grad()
     def embedding_std(self) -> float:
-        """Return the standard deviation of the outputs of `embed`. A scale such as Gemma's is included.
+        """Return the standard deviation of the outputs of `embed`, which includes a scale such as Gemma's.
 
-        At most 4096 tokens are measured, spread evenly over the vocabulary. On the meta device, the config's
-        `initializer_range` is returned.
+        At most 4096 tokens are measured. On the meta device, return the config's `initializer_range`.
         """
         if not self.has_data:
             return getattr(self.model.config.get_text_config(), "initializer_range", 0.02)
@@ -347,65 +340,16 @@ class Backbone:
 
 
 def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the causal mask for a prompt and the `columns` - 1 positions after it.
+    """Return the additive causal mask for a prompt and the positions after it, (1, 1, columns, cached + columns).
 
-    The prompt follows `cached` positions. It attends only to itself. The next `hidden_from` positions do not attend to
+    The prompt follows `cached` positions and attends only to itself. The next `hidden_from` positions do not attend to
     the prompt.
-
-    Returns:
-        An additive mask, (1, 1, columns, cached + columns).
     """
     visible = torch.ones(columns, cached + columns, dtype=torch.bool, device=device).tril(cached)
     visible[0, :cached] = False
     visible[1 : 1 + hidden_from, cached] = False
     mask = torch.zeros(visible.shape, dtype=dtype, device=device)
     return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
-
-
-class PromptAlone:
-    """Wrap a transformers attention function so that the prompt attends only to itself. A mask is not needed.
-
-    A softmax over one key is 1, so the attention output of the prompt is its own value vector. Position ids jump after
-    the prompt. The wrapped function would take this jump as the start of another sequence. Position ids are therefore
-    not passed on.
-    """
-
-    local = threading.local()  # `layers`: number of calls in this thread's `in_column_0`; None outside of it
-
-    def __init__(self, function: Callable[..., tuple]):
-        self.function = function
-
-    @classmethod
-    @contextmanager
-    def in_column_0(cls, attention: str) -> Iterator[None]:
-        """Let the prompt in column 0 attend only to itself. If no layer calls `attention`, raise RuntimeError."""
-        function = ALL_ATTENTION_FUNCTIONS.get(attention)
-        if function is not None and not isinstance(function, PromptAlone):
-            ALL_ATTENTION_FUNCTIONS.register(attention, cls(function))
-        cls.local.layers = 0
-        try:
-            yield
-            if not cls.local.layers:
-                raise RuntimeError(
-                    f"This backbone does not call {attention!r} through transformers' AttentionInterface, so "
-                    "HMT cannot keep the prompt from attending to other tokens. Set attn_implementation='sdpa'."
-                )
-        finally:
-            cls.local.layers = None
-
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options) -> tuple:
-        """Compute attention, (B, T, H, D). Outside of `in_column_0`, call the wrapped function unchanged."""
-        if getattr(self.local, "layers", None) is None:
-            return self.function(module, query, key, value, mask, **options)
-        if options.pop("s_aux", None) is not None:
-            raise ValueError(
-                "FlashAttention with attention sinks cannot hide a prompt. Set attn_implementation='sdpa'."
-            )
-        options.pop("position_ids", None)
-        self.local.layers += 1
-        output, weights = self.function(module, query, key, value, mask, **options)
-        own = value[:, :, -query.shape[2]].repeat_interleave(query.shape[1] // value.shape[1], 1)
-        return torch.cat([own[:, None].to(output), output[:, 1:]], 1), weights
 
 
 def rotates_by_length(config: Any, positions: int) -> bool:
@@ -420,13 +364,7 @@ def rotates_by_length(config: Any, positions: int) -> bool:
 
 
 def equal_up_to_rounding(x: Tensor, y: Tensor) -> bool:
-    """Return whether x and y are equal up to rounding.
-
-    The tolerance is at least 3e-4: a mixture of experts may group positions differently in two passes, and this
-    changes the rounding.
-    """
+    """Return whether x and y are equal up to rounding."""
+    # at least 3e-4, because a mixture of experts may group positions differently in two passes
     tolerance = max(8 * torch.finfo(y.dtype).eps, 3e-4)
     return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())
-
-
-__all__ = ["Backbone", "hide_prompt"]

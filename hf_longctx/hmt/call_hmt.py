@@ -102,6 +102,10 @@ class Call:
         """
         reader = self.reader
         embeds = reader.embed(part.ids[:, reader.k + start : reader.k + stop])
+        if self.in_two_passes and prefix is not None and kv_cache is not None and not reader.lm.takes_mask:
+            kv_cache, prefix = reader.lm.read_prompt(prefix, kv_cache), None
+            if start == stop:  # the call ends at the query
+                return embeds, kv_cache
         n = 0 if prefix is None else prefix.shape[1]
         if prefix is not None or closing is not None:
             embeds = surround(embeds, prefix, closing)

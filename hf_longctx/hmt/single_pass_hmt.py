@@ -17,17 +17,16 @@ An untrained HMT predicts like its backbone with a window of one segment and its
 First, adjacent tokens stay adjacent. Second, the prompt is a recalled hidden state, not a random vector.
 
 First parts do not depend on recalls. The first parts of several segments therefore share one pass. The second parts
-are then read one by one. If gradient checkpointing of layers disables the cache, the whole segment is read again as
-[prompt, sensory tokens, x, summary token]. A mask hides the prompt from the sensory tokens and x[:j]. This computes
-the same function.
+are then read one by one. If the attention implementation does not accept a 4D mask, another pass reads the prompt
+alone, and its key and value are put before the cache.
+
+If gradient checkpointing of layers disables the cache, the second pass reads the whole segment again, as [prompt,
+sensory tokens, x, summary token]. A mask hides the prompt from the sensory tokens and x[:j]. This computes the same
+function. If retrievers return r embeddings in addition to the prompt, such as re-read tokens, the second pass also
+reads the whole segment. These embeddings follow the prompt, and all positions of the segment shift by r.
 
 With `reread=True`, the whole segment is also read again, but without this mask. x[:j] then attends to the prompt too,
 so the model computes a different function. Every backbone supports `reread=True`.
-
-Retrievers may return r embeddings in addition to the prompt, such as re-read tokens. The second pass then reads the
-prompt, these embeddings and the whole segment. All positions of the segment shift by r. Some retrievers need the
-hidden states of a whole segment. With such a retriever, a segment that is split over several calls is read again when
-it is full.
 
 Rows at the same position in their segments are read together. Rows at different positions are read separately.
 Decoding steps are an exception: they use a joint cache.
@@ -65,9 +64,7 @@ class FirstPart(NamedTuple):
 def read(call: Call, state: HMTState, use_cache: bool) -> HMTState:
     """Read the tokens of a call, and return `state` with the memory after the call.
 
-    Args:
-        state: state before the call.
-        use_cache: whether a later call may continue an incomplete last segment.
+    `use_cache` says whether a later call may continue an incomplete last segment.
     """
     if use_cache and is_step(call, state):
         return step(call, state)
@@ -177,21 +174,20 @@ def read_part(call: Call, state: HMTState, part: Part, first_part: FirstPart | N
     is_full = part.stop == reader.length
     is_later = part.segments[0] > 0
     kv_cache = None if starts_again(call, state, part) else state.kv_cache
-    start = part.read
-    if kv_cache is None:
-        start = -reader.k if is_later else 0
+    start = part.read if kv_cache is not None else -reader.k * is_later
     recall = None
+    around: dict[str, Any] = {}
     if is_later and start < reader.j <= part.stop:
         first_part = first_part or read_first_parts(call, state, [part], kv_cache)[0]
-        kv_cache = first_part.kv_cache
-        start = reader.j if call.in_two_passes else -reader.k
         query_ids = part.ids[:, reader.k : reader.k + reader.j]
         recall = reader.retrievers.retrieve(state.memory, first_part.query, query_ids)
-    if kv_cache is None and keeps:
-        kv_cache = DynamicCache(config=reader.lm.model.config)
-    around: dict[str, Any] = {} if recall is None else {"prefix": recall.embeds, "logits_from": reader.j}
+        around |= {"prefix": recall.embeds, "logits_from": reader.j}
+        kv_cache = first_part.kv_cache
+        start = reader.j if call.in_two_passes else -reader.k
     if is_full:
         around |= {"closing": reader.memory.summary_token[None], "last": True}
+    if kv_cache is None and keeps:
+        kv_cache = DynamicCache(config=reader.lm.model.config)
     hidden, kv_cache = call.run(part, start, part.stop, kv_cache=kv_cache, remembered=state.memory, **around)
     embedding = None
     if is_full:
@@ -207,18 +203,11 @@ def starts_again(call: Call, state: HMTState, part: Part) -> bool:
     """Return whether a part is read without the cache of the state, from its first sensory token."""
     if part.read == 0 or state.kv_mask is not None or torch.is_grad_enabled():  # only `step` reads a padded cache
         return True
-    return part.stop == call.reader.length and call.reader.retrievers.reads_hidden
+    return part.stop == call.reader.length and call.reader.retrievers.reads_hidden  # of the whole segment
 
 
 def hidden_of_tokens(call: Call, first_part: FirstPart | None, hidden: Tensor) -> Tensor:
-    """Return the last hidden states of all tokens of a full segment, (B, L', d).
-
-    Args:
-        hidden: hidden states of the pass that ended the segment, (B, P, d).
-    """
+    """Return the last hidden states of a full segment, (B, L', d). `hidden`: of the pass that ended the segment."""
     if first_part is None or first_part.hidden is None:
         return hidden[:, -1 - call.reader.length : -1]
     return torch.cat([first_part.hidden, hidden[:, -1 - call.reader.length + call.reader.j : -1]], 1)
-
-
-__all__ = ["read"]

@@ -5,7 +5,7 @@ import torch
 import transformers
 from gradients import assert_same_gradients, gradients
 from plain_hmt import plain_single
-from streams import assert_close
+from streams import assert_close, stream
 from test_hmt_backbones import BACKBONES
 from tiny_hmt import NORM, ROUNDING, tiny_llama
 from transformers import AutoModelForCausalLM
@@ -107,36 +107,36 @@ def test_attention_without_masks_lets_the_prompt_see_itself_alone(tokens, settin
     (expected, expected_gradients), (logits, found) = results
     torch.testing.assert_close(logits, expected, atol=ROUNDING, rtol=0)
     assert_same_gradients(found, expected_gradients, NORM)
-    with pytest.raises(AssertionError):  # the backbone alone gets its position ids as before
-        llama(tokens[:1], position_ids=torch.arange(43)[None] * 2)
 
 
 def test_attention_without_masks_is_refused_where_a_mask_is_needed(make_wrapper, llama, tokens, monkeypatch, flash):
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "no_masks", like_flash)
-    for attention, settings in ((flash, {"recall_tokens": 2}), ("no_masks", {})):
-        llama.config._attn_implementation = attention
-        with pytest.raises(ValueError, match=f"reread=False needs a 4D mask, and attention '{attention}'.*'sdpa'"):
-            make_wrapper(**settings)(tokens)
-        llama.config._attn_implementation = "sdpa"
-        model = make_wrapper(**settings)
-        model(tokens)
-        llama.config._attn_implementation = attention  # after the model has settled
-        with pytest.raises(ValueError, match="reread=False needs a 4D mask"):
-            model(tokens)
     llama.config._attn_implementation = flash
+    with pytest.raises(ValueError, match=f"reread=False needs a 4D mask, and attention '{flash}'.*'sdpa'"):
+        make_wrapper(recall_tokens=2)(tokens)
+    llama.config._attn_implementation = "sdpa"
+    model = make_wrapper(recall_tokens=2)
+    model(tokens)
+    llama.config._attn_implementation = flash  # after the model has settled
+    with pytest.raises(ValueError, match="reread=False needs a 4D mask"):
+        model(tokens)
     monkeypatch.setattr(Backbone, "checkpoints_layers", True)
     with pytest.raises(ValueError, match="gradient checkpointing of the layers is off"):
         make_wrapper()(tokens)
     assert make_wrapper(reread=True)(tokens).logits.isfinite().all()
 
 
-def test_attention_that_is_not_of_the_interface_is_refused(make_wrapper, llama, tokens, monkeypatch, flash):
-    """Falcon and GPT-Neo call FlashAttention themselves."""
-    model = make_wrapper()
+@torch.no_grad()
+@pytest.mark.parametrize("settings", [{}, {"reread": True}], ids=str)
+def test_any_attention_without_masks_reads_streams(make_wrapper, llama, tokens, monkeypatch, flash, settings):
+    """Also that of Falcon and GPT-Neo, which do not use the interface of transformers."""
+    model, mask = make_wrapper(**settings), torch.ones_like(tokens)
+    mask[1, :5] = 0
+    expected = model(tokens, attention_mask=mask).logits
     monkeypatch.setattr(modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *args: like_flash)
     llama.config._attn_implementation = flash
-    with pytest.raises(RuntimeError, match="keep the prompt from attending to other tokens"):
-        model(tokens)
+    assert_close(model(tokens, attention_mask=mask).logits, expected)
+    logits, _ = stream(model, tokens[1:, 5:], [2, 8, 9, 1, 10, 8])
+    assert_close(logits, expected[1:, 5:])
 
 
 def test_a_failing_probe_decides_nothing(make_wrapper, llama, tokens, monkeypatch):
