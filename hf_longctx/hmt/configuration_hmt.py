@@ -76,6 +76,7 @@ class HMTConfig(PreTrainedConfig):
     """
 
     model_type = "hmt"
+    _is_used = False  # whether a model uses this config. Its fields then cannot be changed
     sub_configs = {"backbone_config": AutoConfig}
     keys_to_ignore_at_inference = ["state", "cache", "recall_scores", "recall_ends", "recall_distance", "memories"]
     keys_to_ignore_at_inference += ["segment_length"]
@@ -114,7 +115,7 @@ class HMTConfig(PreTrainedConfig):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. If a model uses this config and depends on the field, raise ValueError."""
-        if self.is_used and name in type(self).__annotations__ and name not in WRITABLE:
+        if self._is_used and name in type(self).__annotations__ and name not in WRITABLE:
             raise ValueError(
                 f"`config.{name}` cannot be changed, because a model uses this config. Call "
                 f"model.configure({name}={value!r}), or change a copy: copy.deepcopy(model.config)."
@@ -125,19 +126,14 @@ class HMTConfig(PreTrainedConfig):
         """Return the attributes of a copy. No model uses the copy yet."""
         return {name: value for name, value in self.__dict__.items() if name != "_is_used"}
 
-    @property
-    def is_used(self) -> bool:
-        """Whether a model uses this config. Its fields then cannot be changed."""
-        return self.__dict__.get("_is_used", False)
-
     def write(self, **fields: Any) -> None:
         """Set fields, and mark the config as used. Only the model that uses it calls this method."""
-        self.__dict__.pop("_is_used", None)
+        self._is_used = False
         try:
             for name, value in fields.items():
                 setattr(self, name, value)
         finally:
-            self.__dict__["_is_used"] = True
+            self._is_used = True
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> Any:

@@ -80,7 +80,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     def __init__(self, config: HMTConfig, backbone: nn.Module | None = None):
         built_here = backbone is None
-        if config.is_used:
+        if config._is_used:
             config = deepcopy(config)
         if backbone is None:
             if config.backbone_config is None:

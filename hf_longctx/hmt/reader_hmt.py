@@ -56,5 +56,4 @@ def basis_of(lm: Backbone, memory: HMTMemory) -> tuple:
     embedding weights, and the attention implementation.
     """
     embed: Any = lm.model.get_input_embeddings()
-    attention = getattr(lm.model.config, "_attn_implementation", None)
-    return memory, embed, embed.weight.shape, embed.weight.dtype, embed.weight.device, attention
+    return memory, embed, embed.weight.shape, embed.weight.dtype, embed.weight.device, lm.attention

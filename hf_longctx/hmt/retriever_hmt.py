@@ -117,11 +117,6 @@ class Retriever:
         """
         return logits
 
-    @classmethod
-    def listed(cls, state: dict[str, Any], length: int) -> list[list[int]]:
-        """For each row, list the `Segment.ends` of the remembered segments, oldest first. `length` is L'."""
-        return [[end for end in row if end] for row in state["ends"].tolist()] if "ends" in state else []
-
 
 class Retrievers(Retriever):
     """All retrievers of a model. Their memory is a dict of the retrievers' memories, keyed by name.

@@ -13,8 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from .retriever_hmt import RETRIEVERS
-
 
 @dataclass
 class HMTState:
@@ -67,9 +65,9 @@ class HMTState:
     def segments(self) -> list[list[range]]:
         """For each row, list the token ranges of the remembered segments, oldest first."""
         length = self.signature["segment_length"]
-        for name, state in self.memory.items():
-            if rows := RETRIEVERS[name].listed(state, length):
-                return [[range(end - length, end) for end in row] for row in rows]
+        for state in self.memory.values():
+            if "ends" in state:
+                return [[range(end - length, end) for end in row if end] for row in state["ends"].tolist()]
         return [[] for _ in self.lengths]
 
     def tensors(self) -> dict[str, Tensor]:
