@@ -227,7 +227,13 @@ class Pruning:
                 n = length - dropped
                 parts = group.keys[:, i, :n], group.values[:, i, :n], c[:, i, :, :n], lost[:, i, :, :n]
                 stored[head] = parts
-                count = int(self.rule(*parts[2:], bound[head]))
+                count = self.rule(*parts[2:], bound[head])
+                if getattr(count, "ndim", 0):
+                    raise ValueError(
+                        f"a rule must return a number of tokens, got a tensor of shape {tuple(count.shape)}. A head "
+                        "drops its oldest tokens."
+                    )
+                count = int(count)
                 if count >= n:
                     raise ValueError(f"a rule must retain the last token, got {count} tokens to drop of {n}.")
                 needed[head] = n - max(count, 0)
@@ -366,7 +372,7 @@ class PrunedCache(RaggedCache):
     @property
     def lost_weight(self) -> float:
         """A proven upper bound on the attention weight that any query has lost so far in any layer and head."""
-        return math.exp(max(layer.pruning.log_lost_weight() for layer in self.layers))
+        return math.exp(min(0.0, max(layer.pruning.log_lost_weight() for layer in self.layers)))
 
 
 __all__ = ["PrunedCache"]
