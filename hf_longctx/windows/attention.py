@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .cache import NewKeys, ReadKeys
+from .flash import flash_windows, supports_flash
 from .groups import Extent, LayerWindows
 from .masks import CallMask, indexed_mask
 
@@ -123,6 +124,15 @@ def attend(
     reach = sinks + window - mask.first  # before this query, no key is outside of the window
     if read.ordered and not mask.indexed and tokens <= reach:
         yield attention(module, query, read.keys, read.values, mask.of_model(n), **kwargs)
+        return
+    if (
+        read.ordered
+        and mask.mask is None
+        and not kwargs.get("dropout")
+        and supports_flash(query, read.keys, read.values)
+    ):
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        yield flash_windows(query, read.keys, read.values, window, sinks, scale, kwargs["s_aux"])
         return
     band = tokens if torch.compiler.is_compiling() else min(max(window, SHORTEST_BAND), LONGEST_BAND)
     end = 0

@@ -3,6 +3,7 @@
 import re
 import signal
 
+import numpy as np
 import pytest
 import torch
 from demo_model import DEMO, VOCABULARY
@@ -66,6 +67,14 @@ def test_the_run_prints_what_the_windows_cost(finished, llama, tmp_path, capsys)
         r"lines \d+ % \(\d+ %\)\n",
         printed.replace("%", " %").replace("  %", " %"),
     ), printed
+
+
+def test_the_evaluation_data_are_read_in_any_format(llama, tmp_path, capsys):
+    data = tmp_path / "held_out.npy"
+    np.save(data, np.random.default_rng(0).integers(3, VOCABULARY, 5000))
+    mixture = f"{data}=0.7,{data}=0.3"
+    train(make(values(llama, tmp_path / "run", max_steps=1, data=str(data), eval_data=mixture, eval_steps=1)))
+    assert "cache" in capsys.readouterr().out and "eval_loss" in log(tmp_path / "run")[-1]
 
 
 def test_a_stopped_run_resumes_with_the_losses_of_an_uninterrupted_one(finished, llama, tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ class Recipe:
         """Return the names of modules that are trained in full, alongside LoRA. They are the last parts of paths."""
         return []
 
-    def finish(self, args: Any, model: Any, tokenizer: Any) -> None:
+    def finish(self, args: Any, trainer: Any, tokenizer: Any) -> None:
         """Report on the trained model, after it has been saved. Only the main process calls this."""
 
 

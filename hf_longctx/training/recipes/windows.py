@@ -1,6 +1,7 @@
 """Learning of a window per key head, for a smaller key/value cache."""
 
 import sys
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ START_SEQUENCES = 8  # sequences that choose the start
 # What the learned windows retain is measured on held-out text
 COPIED, COPIES = 1000, 4  # tokens of a passage to copy, and number of passages
 LINES, RECORDS = 10, 10  # lines of a record, and number of records
+EVALUATED = 64  # sequences of the evaluation data
 
 
 class WindowTrainer(LongContextTrainer):
@@ -107,13 +109,18 @@ save_steps: 4
             context = getattr(model.config, "max_position_embeddings", None) or args.max_length
         return WindowLearner(model.eval(), args.max_length, args.keep, context)
 
-    def finish(self, args, model, tokenizer):
+    def finish(self, args, trainer, tokenizer):
         """Print what the windows cost on held-out text."""
+        model = trainer.accelerator.unwrap_model(trainer.model)
         learned, context = model.result(), model.context
         windows = model.windows(learned)
         share = model.share(learned)
         model = model.release()
-        tokens = load_tokens(tokenizer, args.eval_data or "stdlib").tokens
+        if trainer.eval_dataset is None:
+            tokens = load_tokens(tokenizer, "stdlib").tokens
+        else:
+            tokens = torch.cat([row["input_ids"] for row in islice(trainer.eval_dataset, EVALUATED)]).numpy()
+            tokens = tokens[~np.isin(tokens, tokenizer.all_special_ids)]
         copied = min(COPIED, args.max_length // 2 - 2, len(tokens) // COPIES)
         found = []
         for cache in ("full", windows):
