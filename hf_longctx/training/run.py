@@ -97,8 +97,7 @@ def train(args: RunConfig) -> int:
     trainer.accelerator.wait_for_everyone()  # a second training stage may load the model in all processes
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     PartialState().print(f"wrote {folder / MODEL}; the last loss is {losses[-1]:.4f}", file=sys.stderr)
-    if args.should_save:
-        args.get_recipe().finish(args, trainer, tokenizer)
+    args.get_recipe().finish(args, trainer, tokenizer)
     if in_use is not None:
         in_use.close()
     return 0

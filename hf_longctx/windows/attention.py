@@ -53,6 +53,8 @@ def windowed_attention(
     if layer is None and attention_mask is None and tokens > 1:
         keys, value = keys[:, :, :tokens], value[:, :, :tokens]  # a static cache also returns free slots
     mask = CallMask(attention_mask, keys.shape[2] - tokens if layer is None else key.first, tokens, query.device)
+    if module.layer_idx == 0:
+        mask.check_indices()
     queries = query.unflatten(1, (key_heads, -1))  # (B, Hkv, G, T, D)
     logits = None if s_aux is None else s_aux.view(1, key_heads, -1)
     outputs = []

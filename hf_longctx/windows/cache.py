@@ -260,8 +260,21 @@ class WindowCache(Cache):
         checker: list[WindowLayer] = []
         super().__init__(layers=[WindowLayer(layer, checker) for layer in windows])
 
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        check_layers(self, layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, see `WindowLayer.crop`."""
         for layer in self.layers:
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+
+
+def check_layers(cache: Cache, layer_idx: int) -> None:
+    """Raise an error if a cache does not have this layer."""
+    if layer_idx >= len(cache.layers):
+        raise ValueError(
+            f"`cache` must have a layer for each layer of the model, got {len(cache.layers)} layers. Create one with the "
+            "cache() of the windows that were applied last."
+        )

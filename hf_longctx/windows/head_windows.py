@@ -34,17 +34,28 @@ class HeadWindows(PushToHubMixin):
     Args:
         windows: the window of each key head in each layer, (layers, Hkv) integers. -1: the head keeps all keys.
         sinks: number of first tokens that every head keeps.
+        model_type: `config.model_type` of the model for which the windows were learned. They are not applied to models
+            of other types. Default None: the type is not checked.
 
     Raises:
         ValueError: an argument is out of range.
     """
 
-    def __init__(self, windows: Sequence[Sequence[int]] | torch.Tensor, sinks: int = 4):
+    model_type: str | None = None
+
+    def __init__(
+        self,
+        windows: Sequence[Sequence[int]] | torch.Tensor,
+        sinks: int = 4,
+        model_type: str | None = None,
+    ):
         rows = windows.tolist() if isinstance(windows, torch.Tensor) else windows
         self.windows: list[list[int]] = check_windows(rows)
         if not is_integer(sinks) or sinks < 0:
             raise ValueError(f"`sinks` must be an integer of at least 0, got {sinks!r}. It counts tokens.")
         self.sinks = sinks
+        if model_type is not None:
+            self.model_type = model_type
 
     def __repr__(self) -> str:
         heads = [window for row in self.windows for window in row]
@@ -77,9 +88,19 @@ class HeadWindows(PushToHubMixin):
 
         Raises:
             NotImplementedError: the model's attention is not supported.
-            ValueError: the model has other numbers of layers or key heads.
+            ValueError: the model has another type, or other numbers of layers or key heads.
         """
         layers = attention_layers(model)
+        if any(getattr(getattr(module, "config", None), "model_type", None) == "hmt" for module in model.modules()):
+            raise NotImplementedError(
+                "`model` must be a model without a memory, got an HMT. Its segments need masks that windows do not support."
+            )
+        found = layers[0].config.model_type
+        if self.model_type not in (None, found):
+            raise ValueError(
+                f"`model` must have the type {self.model_type!r}, got {found!r}. These windows were learned for another "
+                "model."
+            )
         shape, heads = [len(row) for row in self.windows], [key_heads(layer) for layer in layers]
         if shape != heads:
             raise ValueError(
@@ -150,7 +171,8 @@ class HeadWindows(PushToHubMixin):
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         rows = ",\n  ".join(map(json.dumps, self.windows))
-        text = f'{{\n "sinks": {self.sinks},\n "windows": [\n  {rows}\n ]\n}}\n'
+        kind = "" if self.model_type is None else f' "model_type": {json.dumps(self.model_type)},\n'
+        text = f'{{\n{kind} "sinks": {self.sinks},\n "windows": [\n  {rows}\n ]\n}}\n'
         (folder / FILE).write_text(text)
 
     @classmethod
@@ -169,7 +191,7 @@ class HeadWindows(PushToHubMixin):
         file = path if path.is_file() else Path(cached_file(str(name_or_path), FILE, **kwargs) or "")
         try:
             fields = json.loads(file.read_text())
-            return cls(fields["windows"], fields["sinks"])
+            return cls(fields["windows"], fields["sinks"], fields.get("model_type"))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f'{file} must contain {{"windows": layers x key heads, "sinks": integer}}, got {type(error).__name__}: '

@@ -146,7 +146,7 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
             getattr(self, name).data.copy_(value)
         return SimpleNamespace(missing_keys=[], unexpected_keys=[])
 
-    def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return the loss.
 
         Args:
@@ -216,7 +216,7 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         sizes = log2_windows.round().clamp(SMALLEST, self.open).long().cpu()
         windows = torch.full((len(self.layers), sizes.shape[1]), -1)
         windows[self.learned] = torch.where(sizes >= self.open, -1, 2**sizes)
-        return HeadWindows(windows, sinks=self.sinks)
+        return HeadWindows(windows, self.sinks, self.layers[0].config.model_type)
 
     def start(self, sequences: Iterable[dict[str, Tensor]], share: float) -> None:
         """Choose the windows from which learning starts, by the Fisher information of each distance.

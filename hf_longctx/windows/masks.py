@@ -4,7 +4,7 @@ A window counts the tokens of a sequence. Padding is not counted, and packed doc
 of a model therefore contains more than "visible" and "not visible". It has one of these forms:
 
 - None: attention is causal, and nothing is padded. The index of a key is its slot, i.e. its position in the row.
-- uint8, (B, 1, T, keys): 1 if the query sees the key. The index of a key is its slot.
+- int8, (B, 1, T, keys): 1 if the query sees the key. The index of a key is its slot.
 - int32, (B, 1, T, keys): 1 + the index of the key in its sequence, 0 if the query does not see the key.
 """
 
@@ -63,7 +63,7 @@ def indexed_mask(
         first = F.pad(~follows, (1, 0), value=True)  # (B, end): the first token of each packed document
         index = slots - torch.where(first, slots, 0).cummax(-1).values
     elif kv_offset == 0 and not static:
-        return visible.view(torch.uint8)
+        return visible.view(torch.int8)
     else:
         index = slots[None]
     return torch.where(visible, index[:, None, None, kv_offset:] + 1, 0).int()
@@ -91,17 +91,31 @@ class CallMask:
         if self.mask is None:
             return None
         mask = self.mask[..., -keys:]
-        if mask.dtype not in (torch.uint8, torch.int32):
+        if mask.dtype not in (torch.int8, torch.int32):
             return mask
         return mask > 0 if self.indexed else mask.view(torch.bool)
 
     def check(self) -> None:
         """Raise an error if the mask does not tell the indices of the keys."""
-        if self.mask is not None and self.mask.dtype not in (torch.uint8, torch.int32):
-            raise NotImplementedError(
-                f"`attention_mask` must have two dimensions, got a mask of {self.mask.dim()} dimensions. Head windows "
-                "do not count padding, and such a mask does not tell which keys are padding."
-            )
+        if self.mask is not None and self.mask.dtype not in (torch.int8, torch.int32):
+            self._reject()
+
+    def check_indices(self) -> None:
+        """Raise an error if an int32 mask is the user's: several keys of a sequence would have the index 0.
+
+        One layer is enough, because this waits for a GPU.
+        """
+        if self.indexed and not torch.compiler.is_compiling():
+            assert self.mask is not None
+            if ((self.mask[:, :, -1] == 1).sum(-1) > 1).any():
+                self._reject()
+
+    def _reject(self) -> None:
+        assert self.mask is not None
+        raise NotImplementedError(
+            f"`attention_mask` must have two dimensions, got a mask of {self.mask.dim()} dimensions. Head windows do not "
+            "count padding, and such a mask does not tell which keys are padding."
+        )
 
     def new_indices(self, slots: Tensor) -> Tensor:
         """Return the index of each new token in its sequence, (B, T); -1 for padding. The mask must be int32.

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import StaticLayer
 
-from .cache import NewKeys, ReadKeys
+from .cache import NewKeys, ReadKeys, check_layers
 from .groups import Extent, HeadGroup, LayerWindows
 from .masks import CallMask
 from .ragged import FixedStore, MapsRows, check_indices
@@ -115,11 +115,12 @@ class StaticWindowLayer(MapsRows, StaticLayer):
 
     def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         for layer in self.full.values():
-            layer.keys, layer.values = function(layer.keys), function(layer.values)
+            for name in ("keys", "values"):
+                setattr(layer, name, function(getattr(layer, name)))
         for store in self.rings.values():
             store.map_rows(function)
         if self.is_initialized:
-            self.batch_size = len(self.stores()[0].keys)
+            self.batch_size = len(function(torch.arange(self.batch_size, device=self.device)))
 
 
 class StaticWindowCache(Cache):
@@ -132,7 +133,8 @@ class StaticWindowCache(Cache):
         super().__init__(layers=[StaticWindowLayer(layer, max_cache_len, checker) for layer in windows])
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        layer = self.layers[layer_idx]
+        check_layers(self, layer_idx)
+        layer = self.layers[0]
         if layer_idx == 0 and not torch.compiler.is_compiling():
             tokens = int(layer.get_seq_length()) + key_states.shape[2]
             if tokens > layer.max_cache_len:

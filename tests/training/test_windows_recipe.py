@@ -11,12 +11,18 @@ from demo_model import DEMO, VOCABULARY
 
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
 
-from faults import log, losses, make
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from faults import log, losses, make, make_apart
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx.training.run import train
 from hf_longctx.training.trainer import LongContextTrainer
 from hf_longctx.windows import HeadWindows
+
+
+# before transformers 5.23 or so: gradient_checkpointing
+CHECKPOINTING = next(
+    n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n)
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +41,14 @@ def llama(tmp_path_factory):
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
+    np.save(folder / "tokens.npy", np.random.default_rng(0).integers(3, VOCABULARY, 5000))
     return folder
 
 
 def values(llama, output, **changes):
     sizes = dict(max_length=512, max_steps=4, save_steps=1, save_total_limit=9, keep=0.4)
-    return {"recipe": "windows", "model": str(llama), "output_dir": str(output), **sizes, **changes}
+    paths = dict(model=str(llama), data=str(llama / "tokens.npy"), output_dir=str(output))
+    return {"recipe": "windows", **paths, **sizes, **changes}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +68,7 @@ def test_the_run_writes_windows_that_keep_the_share_of_the_cache(finished, llama
 
 
 def test_the_run_prints_what_the_windows_cost(finished, llama, tmp_path, capsys):
-    train(make(values(llama, tmp_path, max_steps=1)))
+    train(make(values(llama, tmp_path, max_steps=1, data="stdlib")))
     printed = capsys.readouterr().out
     assert re.fullmatch(
         r"cache \d\d % at 1,024 tokens; copies 254 tokens at \d+ % \(model: \d+ %\), perplexity [+-][\d.,]+ %, "
@@ -70,11 +78,9 @@ def test_the_run_prints_what_the_windows_cost(finished, llama, tmp_path, capsys)
 
 
 def test_the_evaluation_data_are_read_in_any_format(llama, tmp_path, capsys):
-    data = tmp_path / "held_out.npy"
-    np.save(data, np.random.default_rng(0).integers(3, VOCABULARY, 5000))
-    mixture = f"{data}=0.7,{data}=0.3"
-    train(make(values(llama, tmp_path / "run", max_steps=1, data=str(data), eval_data=mixture, eval_steps=1)))
-    assert "cache" in capsys.readouterr().out and "eval_loss" in log(tmp_path / "run")[-1]
+    mixture = "{0}=0.7,{0}=0.3".format(llama / "tokens.npy")
+    train(make(values(llama, tmp_path, max_steps=1, eval_data=mixture, eval_steps=1)))
+    assert "cache" in capsys.readouterr().out and "eval_loss" in log(tmp_path)[-1]
 
 
 def test_a_stopped_run_resumes_with_the_losses_of_an_uninterrupted_one(finished, llama, tmp_path, monkeypatch):
@@ -94,6 +100,21 @@ def test_a_stopped_run_resumes_with_the_losses_of_an_uninterrupted_one(finished,
     assert HeadWindows.from_pretrained(tmp_path / "model") == HeadWindows.from_pretrained(finished / "model")
 
 
+@pytest.mark.slow
+def test_two_processes_share_a_step_and_the_measurements(llama, tmp_path):
+    """The loss is the mean of all sequences of a step, also if they are read one after the other."""
+    found = []
+    for processes in (1, 2):
+        run = values(llama, tmp_path / str(processes), max_steps=1, use_cpu=True)
+        run |= {"gradient_accumulation_steps": 2 // processes, "per_device_train_batch_size": 1}
+        assert make_apart()(run, processes=processes) == 0
+        found.append(
+            (*losses(tmp_path / str(processes)), HeadWindows.from_pretrained(tmp_path / f"{processes}/model"))
+        )
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
+    assert found[0][1] == found[1][1]
+
+
 def test_a_finished_run_with_another_share_is_an_error(finished, llama):
     with pytest.raises(ValueError, match="keep"):
         train(make(values(llama, finished, keep=0.3)))
@@ -105,6 +126,8 @@ def test_a_finished_run_with_another_share_is_an_error(finished, llama):
         ({"use_peft": True}, "`use_peft` must be False for the recipe windows"),
         ({"packing": False}, "`packing` must be True for the recipe windows"),
         ({"attn_implementation": "sdpa"}, "`attn_implementation` must be None for the recipe windows"),
+        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0 for the recipe windows, got 0.1"),
+        ({CHECKPOINTING: True}, f"`{CHECKPOINTING}` must be False for the recipe windows"),
         ({"max_length": 500}, "`max_length` must be a power of two of at least 64, got 500. Give --max_length 256"),
         ({"keep_context": 256}, r"`keep_context` must be at least `max_length` \(512\), got 256"),
         ({"keep_context": 0}, "`keep_context` must be at least `max_length` .*, got 0"),

@@ -30,6 +30,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.metrics import LocalReader, forgetting_curve
 from hf_longctx.windows import HeadWindows, attention_layers, group_heads, kept_keys
 
 
@@ -80,6 +82,13 @@ def test_windows_are_replaced_and_removed():
         assert vars(model).keys() == vars(plain).keys()
         with pytest.raises(ValueError, match="must have windows"):
             windows.remove(model)
+
+
+@pytest.mark.parametrize("slots", [None, 80])
+def test_a_cache_of_fewer_layers(slots):
+    model, _ = windowed()
+    with pytest.raises(ValueError, match="`cache` must have a layer for each layer of the model, got 2 layers"):
+        model(tokens(), **{CACHE: HeadWindows(WINDOWS[:2], 3).cache(slots)})
 
 
 def test_a_copied_model_keeps_its_windows():
@@ -149,6 +158,28 @@ def test_a_missing_file(tmp_path):
 def test_windows_of_another_model(windows):
     with pytest.raises(ValueError, match=r"must have 3 layers of 4 key heads, got \d layers of \d"):
         HeadWindows(windows).apply(make())
+
+
+def test_windows_of_another_model_type(tmp_path):
+    HeadWindows(WINDOWS, model_type="qwen2").save_pretrained(tmp_path)
+    windows = HeadWindows.from_pretrained(tmp_path)
+    assert (windows.model_type, windows) == ("qwen2", HeadWindows(WINDOWS))
+    windows.apply(make("qwen2"))
+    with pytest.raises(ValueError, match="`model` must have the type 'qwen2', got 'llama'"):
+        windows.apply(make())
+    reader = LocalReader(make(), f"hf_longctx.windows.HeadWindows:{tmp_path}")
+    with pytest.raises(ValueError, match="must have the type 'qwen2', got 'llama'"):
+        forgetting_curve(reader, tokens(1, 200)[0].numpy(), lengths=[20], repeats=1, bos_token_id=1, eos_token_id=2)
+
+
+def test_a_model_with_a_memory():
+    model, windows = windowed(dtype=torch.float32)
+    config = HMTConfig(segment_length=32, sensory_tokens=4)
+    with pytest.raises(ValueError, match=r"while windows are applied, got .*\.remove"):
+        HMTWrapper.from_backbone(model, config)
+    hmt = HMTWrapper.from_backbone(make(dtype=torch.float32), config)
+    with pytest.raises(NotImplementedError, match="`model` must be a model without a memory, got an HMT"):
+        windows.apply(hmt)
 
 
 TINY = {name: x for name, x in SIZES.items() if name != "initializer_range"}

@@ -119,10 +119,15 @@ def test_a_call_without_a_cache_compiles_to_one_graph(padding):
 
 def test_a_mask_of_four_dimensions():
     ids, mask = tokens(), torch.ones(2, 1, 70, 70, dtype=torch.bool).tril()
-    model, _ = windowed()
-    for x in (mask, torch.where(mask, 0.0, -torch.inf).double()):
-        with pytest.raises(NotImplementedError, match="`attention_mask` must have two dimensions, got a mask of 4"):
-            model(ids, attention_mask=x)
+    model, half_open = windowed()[0], windowed(windows=[[-1] * 4, [8] * 4, [8] * 4])[0]
+    for x in (mask, torch.where(mask, 0.0, -torch.inf).double(), mask.int()):
+        for m in (model, half_open):
+            with pytest.raises(
+                NotImplementedError, match="`attention_mask` must have two dimensions, got a mask of 4"
+            ):
+                m(ids, attention_mask=x)
+    with pytest.raises(RuntimeError, match="attn_mask dtype"):  # raised by PyTorch
+        model(ids, attention_mask=mask.to(torch.uint8))
     opened, _ = windowed(windows=[[-1] * 4] * 3)
     with torch.no_grad():
         assert torch.equal(opened(ids, attention_mask=mask).logits, make()(ids, attention_mask=mask).logits)

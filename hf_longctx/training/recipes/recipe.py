@@ -56,7 +56,7 @@ class Recipe:
         return []
 
     def finish(self, args: Any, trainer: Any, tokenizer: Any) -> None:
-        """Report on the trained model, after it has been saved. Only the main process calls this."""
+        """Report on the trained model, after it has been saved. All processes call this."""
 
 
 def register_recipe(name: str) -> Callable[[RecipeClass], RecipeClass]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from transformers import AutoTokenizer, TrainerCallback
 
 from ...corpus import load_tokens
@@ -17,6 +18,14 @@ from ..trainer import LongContextTrainer
 from .recipe import Recipe, register_recipe
 
 
+REQUIRED = {
+    "use_peft": False,
+    "packing": True,
+    "attn_implementation": None,
+    "label_smoothing_factor": 0,
+    "activation_checkpointing": False,
+    "gradient_checkpointing": False,  # the name before transformers 5.24
+}
 START = 1.2  # share of the cache from which learning starts, as a multiple of the target
 START_SEQUENCES = 8  # sequences that choose the start
 # What the learned windows retain is measured on held-out text
@@ -39,7 +48,7 @@ class WindowTrainer(LongContextTrainer):
         super().__init__(model=model, args=args, train_dataset=rest, callbacks=callbacks, **kwargs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        output = model(**inputs)
+        output = model(inputs["input_ids"], inputs["labels"])
         return (output["loss"], output) if return_outputs else output["loss"]
 
     def log(self, logs, *args, **kwargs):
@@ -66,7 +75,7 @@ class WindowCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model: Any = None, **kwargs):
         if state.global_step == 0:
-            print(f"choosing the first windows on {len(self.start)} sequences", file=sys.stderr)
+            PartialState().print(f"choosing the first windows on {len(self.start)} sequences", file=sys.stderr)
             model.start(self.start, share=min(START * model.keep, 1.0))
 
     def on_step_end(self, args, state, control, model: Any = None, **kwargs):
@@ -97,8 +106,8 @@ save_steps: 4
 
     def load(self, args, config):
         """Load the frozen model, and add learnable windows."""
-        for name, value in (("use_peft", False), ("packing", True), ("attn_implementation", None)):
-            if getattr(args, name) != value:
+        for name, value in REQUIRED.items():
+            if getattr(args, name, value) != value:
                 raise ValueError(
                     f"`{name}` must be {value} for the recipe windows, got {getattr(args, name)}. Remove it."
                 )
@@ -110,7 +119,7 @@ save_steps: 4
         return WindowLearner(model.eval(), args.max_length, args.keep, context)
 
     def finish(self, args, trainer, tokenizer):
-        """Print what the windows cost on held-out text."""
+        """Print what the windows cost on held-out text. The processes share the measurements."""
         model = trainer.accelerator.unwrap_model(trainer.model)
         learned, context = model.result(), model.context
         windows = model.windows(learned)
@@ -130,7 +139,7 @@ save_steps: 4
             records = line_retrieval(reader, tokenizer, lines=[LINES], repeats=RECORDS, replies=False)
             found.append((curve.points[0].copy_mean, loss.perplexity[-1], np.mean([*records.rates().values()])))
         full, kept = found
-        print(
+        PartialState().print(
             f"cache {share:.0%} at {context:,} tokens; copies {copied:,} tokens at {kept[0]:.0%} (model: "
             f"{full[0]:.0%}), perplexity {kept[1] / full[1] - 1:+.1%}, lines {kept[2]:.0%} ({full[2]:.0%})"
         )
