@@ -31,12 +31,12 @@ from .attention_fox import (
     unfold_decay,
 )
 from .kernels_fox import triton
-from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
+from .key_ranges_fox import VisibleKeys, find_visible_keys
 from .state_fox import AttendingCache, AttendingLayer, CachedLayer, Call
 from .tiles_fox import DECODE_ROWS
 from .torch_internals_fox import is_in_forward_mode, is_transforming
 from .triton_fox import (
-    attention_from_sums,
+    attention_from_gates,
     is_decoding,
     needs_grad,
     triton_attention,
@@ -218,9 +218,8 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         return triton_decode(q, k, v, gates, gate_scale, *bounds).transpose(1, 2), None
     c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
     k, v = k.contiguous(), v.contiguous()  # for 16-byte loads: views of folded keys are not aligned
-    stop = None if visible.key_start is None else find_query_end(visible.key_start, k.shape[2])
     bound = None if largest is None else bound_scale * largest
-    return attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound).transpose(1, 2), None
+    return attention_from_gates(q, k, v, c, visible.key_start, scaling, tolerance, bound).transpose(1, 2), None
 
 
 if triton is not None:

@@ -11,7 +11,7 @@ kernels_fox.py. Each program processes blocks of BT tokens of one head, [BT, BD]
 
 from __future__ import annotations  # leaves tl.constexpr unevaluated if Triton is not installed
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,11 @@ from transformers.activations import ACT2FN
 
 from .attention_fox import autocast_dtype
 from .kernels_fox import jit, jit_any_length, load_tokens, store_tokens, triton
+from .launch_fox import blocks_of, fresh, launch, processors, repeat
 from .state_fox import shift_tokens
 from .tiles_fox import DECODE_ROWS, Tile, padded
 from .torch_internals_fox import is_in_forward_mode
-from .triton_fox import DTYPES, MAX_HEAD_DIM, _on, blocks_of, is_traced, launch, needs_grad, processors, why_not
+from .triton_fox import DTYPES, MAX_HEAD_DIM, is_traced, needs_grad, why_not
 
 
 if triton is not None:
@@ -242,38 +243,34 @@ def describe(x, weight, gate, k, predecessor, activation):
 def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation, dtype):
     """Run the forward kernel. Return (y, new keys, new values). If k is None, keys and values are None."""
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
-    y = torch.empty_like(x, dtype=dtype)
-    new_k, new_v = (None if k is None else torch.empty_like(k) for _ in range(2))
-    with _on(x.device):
-        launch(
-            fused_norm_kernel, blocks * heads, tile,
-            x, k, v, weight, k_weight, x if gate is None else gate, share, predecessor, y, new_k, new_v, *sizes, eps,
-            **constants,
-        )  # fmt: skip
+    y = fresh(torch.empty_like(x, dtype=dtype))
+    new_k, new_v = (None if k is None else fresh(torch.empty_like(k)) for _ in range(2))
+    launch(
+        fused_norm_kernel, blocks * heads, tile,
+        x, k, v, weight, k_weight, x if gate is None else gate, share, predecessor, y, new_k, new_v, *sizes, eps,
+        **constants,
+    )  # fmt: skip
     return y, new_k, new_v
 
 
 def launch_fused_norm_backward(
-    gradients, x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation
+    dy, dy_k, dy_v, x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation
 ):
-    """Run the backward kernel. Return the gradients of the arguments `x`, `weight`, ..., `share`, in this order.
+    """Run the backward kernel. Return the gradients of x, gate, k, v and share, and those of the weights.
 
-    For an absent tensor, the gradient is None.
+    For an absent tensor, the gradient is None. The gradients of the weights, (parts, H + Hkv, D), are not yet summed.
     """
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     parts = min(blocks, blocks_of(heads, PROGRAMS * processors(x.device)))
     H, D = x.shape[2:]
-    dx, dk, dv, dgate, dshare = (None if y is None else torch.empty_like(y) for y in (x, k, v, gate, share))
-    dw = x.new_empty(parts, H if k is None else H + k.shape[2], D, dtype=torch.float32)
-    with _on(x.device):
-        launch(
-            fused_norm_backward_kernel, parts * heads, tile,
-            x, k, v, weight, k_weight, x if gate is None else gate, share, predecessor, successor,
-            *(dy if dy is None else dy.contiguous() for dy in gradients),
-            dx, dk, dv, dx if gate is None else dgate, dshare, dw, *sizes, eps, blocks, parts, **constants,
-        )  # fmt: skip
-    dw_k = None if k is None else dw[:, H:].sum_to_size(k_weight.shape).to(k_weight.dtype)
-    return dx, dw[:, :H].sum_to_size(weight.shape).to(weight.dtype), dgate, dk, dv, dw_k, dshare
+    dx, dgate, dk, dv, dshare = (None if y is None else fresh(torch.empty_like(y)) for y in (x, gate, k, v, share))
+    dw = fresh(x.new_empty(parts, H if k is None else H + k.shape[2], D, dtype=torch.float32))
+    launch(
+        fused_norm_backward_kernel, parts * heads, tile,
+        x, k, v, weight, k_weight, x if gate is None else gate, share, predecessor, successor, dy, dy_k, dy_v,
+        dx, dk, dv, dx if gate is None else dgate, dshare, dw, *sizes, eps, blocks, parts, **constants,
+    )  # fmt: skip
+    return dx, dgate, dk, dv, dshare, dw
 
 
 class FusedNorm(Function):
@@ -284,14 +281,20 @@ class FusedNorm(Function):
         *tensors, eps, activation, _ = arguments
         ctx.save_for_backward(*tensors)
         ctx.options = eps, activation
-        return launch_fused_norm(*arguments)
+        return repeat(launch_fused_norm, *arguments)
 
     @staticmethod
     def backward(ctx, *gradients):
-        *inputs, predecessor, successor = ctx.saved_tensors
+        *inputs, predecessor, _ = ctx.saved_tensors
         if not (torch.is_grad_enabled() or is_traced(gradients[0])):
-            found = launch_fused_norm_backward(gradients, *inputs, predecessor, successor, *ctx.options)
-            return *found, *(None,) * 5
+            gradients = (dy if dy is None else dy.contiguous() for dy in gradients)
+            x, weight, _, k, _, k_weight, _ = inputs
+            arguments = *gradients, *ctx.saved_tensors, *ctx.options
+            dx, dgate, dk, dv, dshare, dw = repeat(launch_fused_norm_backward, *arguments)
+            dw = dw.sum(0)
+            dw_k = None if k is None else dw[x.shape[2] :].sum_to_size(k_weight.shape).to(k_weight.dtype)
+            dw = dw[: x.shape[2]].sum_to_size(weight.shape).to(weight.dtype)
+            return dx, dw, dgate, dk, dv, dw_k, dshare, *(None,) * 5
         with torch.enable_grad():
             outputs = [y for y in as_defined(*inputs, predecessor, *ctx.options) if y is not None]
         gradients, needed = [dy.to(y.dtype) for dy, y in zip(gradients, outputs)], ctx.needs_input_grad[:7]
@@ -341,7 +344,7 @@ def fused_norm(x, weight, eps: float, gate=None, activation: str | None = None) 
     if x.ndim != 4 or weight.numel() not in (x.shape[-1], x.shape[-2] * x.shape[-1]) or not can_fuse(*tensors):
         return norm_as_defined(x, weight, eps, gate, activation)
     gate = None if gate is None else gate.contiguous().view(x.shape)
-    run = FusedNorm.apply if needs_grad(*tensors) else launch_fused_norm
+    run = FusedNorm.apply if needs_grad(*tensors) else partial(repeat, launch_fused_norm)
     dtype = autocast_dtype(x.device) or x.dtype
     return run(x.contiguous(), weight.view(-1, x.shape[-1]), gate, *(None,) * 6, eps, activation, dtype)[0]
 
@@ -359,5 +362,5 @@ def fused_heads(q, k, v, q_weight, k_weight, eps, share, predecessor=None, succe
     q_weight, k_weight = (weight.view(-1, q.shape[-1]) for weight in (q_weight, k_weight))
     index = (y if y is None else y.expand(len(q), -1) for y in (predecessor, successor))
     q, *rest = (y if y is None else y.contiguous() for y in (q, k, v, k_weight, share, *index))
-    run = FusedNorm.apply if needs_grad(q, q_weight, *rest[:4]) else launch_fused_norm
+    run = FusedNorm.apply if needs_grad(q, q_weight, *rest[:4]) else partial(repeat, launch_fused_norm)
     return run(q, q_weight, None, *rest, eps, None, q.dtype)

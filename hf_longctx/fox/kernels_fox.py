@@ -34,7 +34,7 @@ try:
     _STRIDES = (
         "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh w"
     )
-    _SIZES = "T Tq Tk n_split n_groups n_parts n_tokens n_blocks G"
+    _SIZES = "T Tq Tk past n_split n_groups n_parts n_tokens n_blocks G"
     jit_any_length = triton.jit(do_not_specialize=_SIZES.split() + [f"s_{name}" for name in _STRIDES.split()])
     LOG2E = tl.constexpr(1.4426950408889634)
     # The cumulative sum replaces log 0 with this number. exp(-1e5) is negligible compared with any other weight.
@@ -181,7 +181,7 @@ def key_range(p_start, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: t
 
 @jit_any_length
 def running_sum_kernel(
-    p_f, p_query_end, p_dc, p_y, s_fb, s_fh, s_ft, s_sb, s_sh, H, T,
+    p_f, p_start, p_dc, p_y, s_fb, s_fh, s_ft, s_sb, s_sh, H, T, past,
     BT: tl.constexpr, BOUNDED: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Compute c, the float64 cumulative sum of log f of one head. With BACKWARD, get the gradient of log f from dc.
@@ -199,7 +199,9 @@ def running_sum_kernel(
         m_t = (o_t >= 0) & (o_t < T)
         b_f = tl.load(p_f + tl.cast(o_t, tl.int64) * s_ft, mask=m_t, other=0.0)  # [BT]
         if BOUNDED:
-            m_real = tl.load(p_query_end + i_bh // H * s_sb + i_bh % H * s_sh + o_t, mask=m_t, other=0) > o_t  # [BT]
+            # start_i does not decrease: if a query attends to a key, so does the first query from the key on
+            p_query = p_start + i_bh // H * s_sb + i_bh % H * s_sh + tl.maximum(o_t - past, 0)
+            m_real = tl.load(p_query, mask=m_t, other=0) <= o_t  # [BT]
             b_f = tl.where(m_real, b_f, 0.0)
         if BACKWARD:
             b_x = tl.load(p_dc + i_bh * T + o_t, mask=m_t, other=0.0).to(tl.float64)  # [BT]
@@ -215,11 +217,16 @@ def running_sum_kernel(
 
 
 @jit_any_length
-def split_sum_kernel(p_y, p_c, p_e, p_d, p_g, Tk, scale, BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
+def split_sum_kernel(
+    p_y, p_c, p_e, p_d, p_g, p_start, p_query_end, s_fb, s_fh, H, Tq, Tk, scale,
+    BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
     """Split the float64 cumulative sum y into an fp32 pair c + e, in units of log 2.
 
     Also compute d, the decay from each key to the last key of its block of BN keys. With PARTS, compute g, too: 16
-    bf16 numbers per key. The first three add up to d / (scale log2(e)), and the others are 0.
+    bf16 numbers per key. The first three add up to d / (scale log2(e)), and the others are 0. With BOUNDED, also find
+    the position after the last query that attends to each key, by bisection. If no query attends to a key, this is at
+    most the key's own position.
     """
     n_t = tl.cdiv(Tk, BT)
     i_bh = tl.cast(tl.program_id(0) // n_t, tl.int64)
@@ -243,6 +250,17 @@ def split_sum_kernel(p_y, p_c, p_e, p_d, p_g, Tk, scale, BT: tl.constexpr, BN: t
             b_g = tl.where(o_p == i_p, b_part[:, None], b_g)
             b_rest -= b_part
         tl.store(p_g + (i_bh * Tk + o_t)[:, None] * 16 + o_p, narrow(b_g, tl.bfloat16), mask=m_t[:, None])
+    if BOUNDED:
+        p_start += i_bh // H * s_fb + i_bh % H * s_fh
+        b_lo, b_hi = tl.zeros([BT], tl.int32), tl.zeros([BT], tl.int32) + Tq  # number of queries with start_i <= o_t
+        left = Tq
+        while left > 0:
+            left //= 2
+            b_mid = (b_lo + b_hi) // 2
+            m_mid = m_t & (b_lo < b_hi)
+            m_attends = m_mid & (tl.load(p_start + b_mid, mask=m_mid, other=0) <= o_t)
+            b_lo, b_hi = tl.where(m_attends, b_mid + 1, b_lo), tl.where(m_mid & ~m_attends, b_mid, b_hi)
+        tl.store(p_query_end + i_bh * Tk + o_t, tl.where(b_lo > 0, b_lo + Tk - Tq, 0), mask=m_t)
 
 
 @jit
@@ -559,7 +577,7 @@ def dkdv_span(
 def dkdv_kernel(
     p_q, p_k, p_v, p_c, p_e, p_query_end, p_lse, p_do, p_rows, p_dk, p_dv, p_dc,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_dob, s_doh, s_dot, s_dkb, s_dkh, s_dkt,
-    s_dvb, s_dvh, s_dvt, s_sb, s_sh,
+    s_dvb, s_dvh, s_dvt,
     Tq, Tk, Hq, n_groups, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
     W: tl.constexpr,
@@ -602,7 +620,7 @@ def dkdv_kernel(
         # Queries in [begin, end) attend to some of the keys. Blocks of BM queries in [full, ragged) attend to all of
         # them.
         if BOUNDED:
-            b_query_end = tl.load(p_query_end + i_b * s_sb + i_h * s_sh + o_j, mask=o_j < Tk, other=0)  # [BN]
+            b_query_end = tl.load(p_query_end + i_key + o_j, mask=o_j < Tk, other=0)  # [BN]
             m_j = b_query_end > o_j  # keys to which a query attends
             begin = tl.maximum(tl.min(tl.where(m_j, o_j, Tk), 0), Tk - Tq)
             end = tl.max(tl.where(m_j, b_query_end, 0), 0)
@@ -627,9 +645,8 @@ def dkdv_kernel(
             b_query_end, i_col, ragged, end, begin, end, s_qrow, s_dorow, scale2,
             D, BS, BN, BD, MASKED=True)  # fmt: skip
         p_dch = p_dc + i_key + o_j
-        tl.store(
-            p_dch, tl.load(p_dch, mask=o_j < Tk) + b_dc, mask=o_j < Tk
-        )  # p_dc already contains the part from `dq_kernel`
+        b_dc += tl.load(p_dch, mask=(o_j >= Tk - Tq) & (o_j < Tk), other=0.0)  # the part from `dq_kernel`
+        tl.store(p_dch, b_dc, mask=o_j < Tk)
     store_rows(p_dk, b_dk * scale, i_col, Tk, s_dkt, D, BN, BD)
     store_rows(p_dv, b_dv, i_col, Tk, s_dvt, D, BN, BD)
 

@@ -78,26 +78,14 @@ def find_visible_keys(
     return VisibleKeys(first[:, None].int(), end)
 
 
-def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
-    """For each key, find the last query that attends to it. Return the position after this query, (b, h, Tk) int32.
-
-    If no query attends to a key, the result is at most the key's own position.
-
-    key_start: as in `VisibleKeys`, (b, h, Tq).
-    """
-    keys = torch.arange(Tk, device=key_start.device, dtype=torch.int32).expand(*key_start.shape[:2], Tk)
-    count = torch.searchsorted(key_start.contiguous(), keys.contiguous(), right=True, out_int32=True)
-    return torch.where(count > 0, count + (Tk - key_start.shape[-1]), 0).int()
-
-
-def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
+def bound_from_norms(q, k, scale, key_start) -> torch.Tensor:
     """Return a bound on |scale * q.k|, (B, Hq), from the largest norms of queries and keys. Padding is ignored."""
     rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
     keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
     if key_start is not None:  # padding may contain any value
-        t = torch.arange(k.shape[2], device=k.device)
-        rows = torch.where(key_start <= t[k.shape[2] - q.shape[2] :], rows, 0.0)
-        keys = torch.where(query_end > t, keys, 0.0)
+        t, past = torch.arange(k.shape[2], device=k.device), k.shape[2] - q.shape[2]
+        rows = torch.where(key_start <= t[past:], rows, 0.0)
+        keys = torch.where(key_start[..., (t - past).clamp(min=0)] <= t, keys, 0.0)  # as in `running_sum_kernel`
     return rows.amax(-1) * keys.amax(-1).repeat_interleave(q.shape[1] // k.shape[1], 1) * abs(scale)
 
 

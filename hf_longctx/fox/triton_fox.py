@@ -1,17 +1,15 @@
 """Launchers and gradients for the Triton kernels of kernels_fox.py.
 
 Under tracing, the launchers run as custom operators. Three functions compute attention: `triton_attention` from log f;
-`attention_from_sums` from the float64 cumulative sum of log f; and `triton_decode` from the cumulative sum in cached
+`attention_from_gates` from log f or its float64 cumulative sum; and `triton_decode` from the cumulative sum in cached
 keys. They do not check their arguments.
 """
 
-import contextlib
 import re
 
 import torch
 from torch import Tensor, library
-from torch.autograd import Function
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import Function, forward_ad
 
 from .kernels_fox import (
     INTERPRETED,
@@ -25,16 +23,11 @@ from .kernels_fox import (
     split_sum_kernel,
     triton,
 )
-from .key_ranges_fox import (
-    VisibleKeys,
-    bound_from_norms,
-    bound_per_head,
-    find_query_end,
-)
+from .key_ranges_fox import bound_from_norms, bound_per_head
+from .launch_fox import blocks_of, fresh, launch, processors, repeat
 from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, prune_blocks, tiles_for
 from .torch_internals_fox import (
-    FakeTensor,
-    FunctionalTensor,
+    is_in_forward_mode,
     is_in_torch_dispatch_mode,
     is_legacy_batchedtensor,
     is_transforming,
@@ -49,35 +42,6 @@ SUM_TILE = Tile(1024, 1, 4, 1)  # tile of the cumulative sum: 1024 keys at a tim
 
 
 # --- launchers: each one allocates its outputs and runs its kernels --------------------------------------------------
-
-
-def _on(device: torch.device):
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU. For a CPU, return 4: it runs the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-def blocks_of(size: int, n: int) -> int:
-    """Return ceil(n / size). It is several times faster on the host than triton.cdiv."""
-    return -(-n // size)
-
-
-def launch_options(tile: Tile) -> dict:
-    # By default, Triton 3.10 does not fuse products with sums. This costs an instruction per logit. Inductor supports
-    # the other two options only. With Triton 3.10, the kernels will therefore have to set `enable_fp_fusion`.
-    return dict(num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
-
-
-def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
-    """Run a kernel. Under tracing, add it to AOTAutograd's graph. The kernel's first argument must be a tensor."""
-    if isinstance(args[0], FunctionalTensor):
-        kernel = library.wrap_triton(kernel)
-    elif isinstance(args[0], FakeTensor) or args[0].is_meta:
-        return
-    kernel[(programs,)](*args, **launch_options(tile), **constants)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -111,40 +75,45 @@ def _bound(bound: Tensor | None, B: int, H: int) -> tuple[Tensor | None, int, in
 def _empty_output(q: Tensor) -> Tensor:
     """Allocate (B, H, T, D) in the memory order (B, T, H, D). Projections then read it without a copy."""
     B, H, T, D = q.shape
-    return q.new_empty(B, T, H, D).transpose(1, 2)
+    return fresh(q.new_empty(B, T, H, D).transpose(1, 2))
 
 
-def launch_running_sum(log_f: Tensor, query_end: Tensor | None) -> Tensor:
-    return _running_sum(log_f, query_end, None, log_f.new_empty(log_f.shape, dtype=torch.float64))
+def launch_running_sum(log_f: Tensor, key_start: Tensor | None) -> Tensor:
+    return _running_sum(log_f, key_start, None, fresh(log_f.new_empty(log_f.shape, dtype=torch.float64)))
 
 
-def launch_running_sum_backward(dc: Tensor, log_f: Tensor, query_end: Tensor | None) -> Tensor:
-    return _running_sum(log_f, query_end, dc.contiguous(), log_f.new_empty(log_f.shape))
+def launch_running_sum_backward(dc: Tensor, log_f: Tensor, key_start: Tensor | None) -> Tensor:
+    return _running_sum(log_f, key_start, dc.contiguous(), fresh(log_f.new_empty(log_f.shape)))
 
 
-def _running_sum(log_f, query_end, dc, result):
+def _running_sum(log_f, key_start, dc, result):
     B, H, T = log_f.shape
-    query_end, *s_end = _bound(query_end, B, H)
-    with _on(log_f.device):
-        launch(
-            running_sum_kernel, B * H, SUM_TILE, log_f, query_end, dc, result, *log_f.stride(), *s_end, H, T,
-            BT=SUM_TILE.BM, BOUNDED=query_end is not None, BACKWARD=dc is not None,
-        )  # fmt: skip
+    key_start, *s_start = _bound(key_start, B, H)
+    past = 0 if key_start is None else T - key_start.shape[-1]
+    launch(
+        running_sum_kernel, B * H, SUM_TILE, log_f, key_start, dc, result, *log_f.stride(), *s_start, H, T, past,
+        BT=SUM_TILE.BM, BOUNDED=key_start is not None, BACKWARD=dc is not None,
+    )  # fmt: skip
     return result
 
 
-def split_sum(c: Tensor, block: int, scale: float | None = None):
-    """Convert a float64 cumulative sum, (B, H, T), to c, e, d, g of `split_sum_kernel`. Without a scale, g is None."""
+def split_sum(c: Tensor, block: int, scale: float | None = None, key_start: Tensor | None = None):
+    """Convert a float64 cumulative sum, (B, H, T), to c, e, d, g and the query ends of `split_sum_kernel`.
+
+    Without a scale, g is None. Without `key_start`, the query ends are None.
+    """
     B, H, T = c.shape
-    sums = [c.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)]
-    parts = None if scale is None else c.new_empty(B, H, T, 16, dtype=torch.bfloat16)
-    with _on(c.device):
-        programs = B * H * blocks_of(SUM_TILE.BM, T)
-        launch(
-            split_sum_kernel, programs, SUM_TILE, c.contiguous(), *sums, parts, T, scale or 1.0,
-            BT=SUM_TILE.BM, BN=block, PARTS=parts is not None,
-        )  # fmt: skip
-    return [*sums, parts]
+    sums = [fresh(c.new_empty(B, H, T, dtype=torch.float32)) for _ in range(3)]
+    parts = None if scale is None else fresh(c.new_empty(B, H, T, 16, dtype=torch.bfloat16))
+    key_start, *s_start = _bound(key_start, B, H)
+    bounded, Tq = key_start is not None, T if key_start is None else key_start.shape[-1]
+    query_end = fresh(c.new_empty(B, H, T, dtype=torch.int32)) if bounded else None
+    launch(
+        split_sum_kernel, B * H * blocks_of(SUM_TILE.BM, T), SUM_TILE,
+        c.contiguous(), *sums, parts, key_start, query_end, *s_start, H, Tq, T, scale or 1.0,
+        BT=SUM_TILE.BM, BN=block, PARTS=parts is not None, BOUNDED=bounded,
+    )  # fmt: skip
+    return [*sums, parts, query_end]
 
 
 def launch_prune(
@@ -162,15 +131,13 @@ def launch_prune(
     """Return the first key that each query must read after pruning, (B, Hq, Tq) int32. See `prune_kernel`."""
     B, Hkv, G, Tk, parts = gates.shape
     key_start, *s_start = _bound(key_start, B, Hkv * G)
-    kept, rows = gates.new_empty(B, Hkv * G, Tq, dtype=torch.int32), B * Hkv * G * Tq
-    bound = bound.expand(B, Hkv * G)
-    with _on(gates.device):
-        launch(
-            prune_kernel, blocks_of(128, rows), Tile(128, 1, 4, 1),
-            gates, key_start, end, bound, kept, *gates.stride(), *s_start, *bound.stride(),
-            Tq, Tk, Hkv * G, G, rows, gate_scale, bound_scale, tolerance,
-            BR=128, BM=query_block, BN=key_block, BOUNDED=key_start is not None, P=parts, ENDS=end is not None,
-        )  # fmt: skip
+    kept, rows = fresh(gates.new_empty(B, Hkv * G, Tq, dtype=torch.int32)), B * Hkv * G * Tq
+    launch(
+        prune_kernel, blocks_of(128, rows), Tile(128, 1, 4, 1),
+        gates, key_start, end, bound, kept, *gates.stride(), *s_start, *bound.expand(B, Hkv * G).stride(),
+        Tq, Tk, Hkv * G, G, rows, gate_scale, bound_scale, tolerance,
+        BR=128, BM=query_block, BN=key_block, BOUNDED=key_start is not None, P=parts, ENDS=end is not None,
+    )  # fmt: skip
     return kept
 
 
@@ -180,23 +147,21 @@ def launch_forward(
     v: Tensor,
     c: Tensor,
     key_start: Tensor | None,
-    query_end: Tensor | None,
     logit_bound: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     B, Hq, Tq, D = q.shape
-    o, lse = _empty_output(q), q.new_empty(B, Hq, Tq, dtype=torch.float32)
+    o, lse = _empty_output(q), fresh(q.new_empty(B, Hq, Tq, dtype=torch.float32))
     tile = tiles_for(q.device, D, q.dtype).forward
-    c, e, d, g = split_sum(c, tile.BN, scale if tile.products and logit_bound is not None else None)
+    c, e, d, g, _ = split_sum(c, tile.BN, scale if tile.products and logit_bound is not None else None)
     key_start, *s_start = _bound(key_start, B, Hq)
-    with _on(q.device):
-        launch(
-            forward_kernel, blocks_of(tile.BM, Tq) * B * Hq, tile,
-            q, k, v, c, e, d, g, key_start, logit_bound, o, lse, *_strides(q, k, v, o), *s_start,
-            Tq, k.shape[2], Hq, Hq // k.shape[1], scale,
-            D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=key_start is not None, KNOWN=logit_bound is not None,
-            BS=min(tile.BN, MASKED_KEYS), W=_unit(q, k, v, o), PRODUCTS=tile.products,
-        )  # fmt: skip
+    launch(
+        forward_kernel, blocks_of(tile.BM, Tq) * B * Hq, tile,
+        q, k, v, c, e, d, g, key_start, logit_bound, o, lse, *_strides(q, k, v, o), *s_start,
+        Tq, k.shape[2], Hq, Hq // k.shape[1], scale,
+        D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=key_start is not None, KNOWN=logit_bound is not None,
+        BS=min(tile.BN, MASKED_KEYS), W=_unit(q, k, v, o), PRODUCTS=tile.products,
+    )  # fmt: skip
     return o, lse
 
 
@@ -207,7 +172,6 @@ def launch_backward(
     v: Tensor,
     c: Tensor,
     key_start: Tensor | None,
-    query_end: Tensor | None,
     o: Tensor,
     lse: Tensor,
     scale: float,
@@ -217,27 +181,25 @@ def launch_backward(
     do = _readable(do)
     dq, dk, dv = map(_empty_output, (q, k, v))
     tiles = tiles_for(q.device, D, q.dtype)
-    c, e, d, _ = split_sum(c, tiles.dq.BN)
-    dc, rows = torch.zeros_like(c), torch.empty_like(lse, dtype=torch.int64)
+    c, e, d, _, query_end = split_sum(c, tiles.dq.BN, key_start=key_start)
+    dc, rows = fresh(torch.empty_like(c)), fresh(torch.empty_like(lse, dtype=torch.int64))
     bounded = key_start is not None
     key_start, *s_start = _bound(key_start, B, Hq)
-    query_end, *s_end = _bound(query_end, B, Hq)
-    with _on(q.device):
-        launch(
-            dq_kernel, blocks_of(tiles.dq.BM, Tq) * B * Hq, tiles.dq,
-            q, k, v, c, e, d, key_start, o, lse, do, dq, dc, rows,
-            *_strides(q, k, v, o, do, dq), *s_start,
-            Tq, Tk, Hq, Hq // Hkv, scale,
-            D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
-            BS=min(tiles.dq.BN, MASKED_KEYS), W=_unit(q, k, v, o, do, dq),
-        )  # fmt: skip
-        launch(
-            dkdv_kernel, blocks_of(tiles.dkdv.BN, Tk) * B * Hkv, tiles.dkdv,
-            q, k, v, c, e, query_end, lse, do, rows, dk, dv, dc, *_strides(q, k, v, do, dk, dv), *s_end,
-            Tq, Tk, Hq, Hkv, scale,
-            D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BD=padded(D), BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
-            W=_unit(q, k, v, do, dk, dv),
-        )  # fmt: skip
+    launch(
+        dq_kernel, blocks_of(tiles.dq.BM, Tq) * B * Hq, tiles.dq,
+        q, k, v, c, e, d, key_start, o, lse, do, dq, dc, rows,
+        *_strides(q, k, v, o, do, dq), *s_start,
+        Tq, Tk, Hq, Hq // Hkv, scale,
+        D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
+        BS=min(tiles.dq.BN, MASKED_KEYS), W=_unit(q, k, v, o, do, dq),
+    )  # fmt: skip
+    launch(
+        dkdv_kernel, blocks_of(tiles.dkdv.BN, Tk) * B * Hkv, tiles.dkdv,
+        q, k, v, c, e, query_end, lse, do, rows, dk, dv, dc, *_strides(q, k, v, do, dk, dv),
+        Tq, Tk, Hq, Hkv, scale,
+        D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BD=padded(D), BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
+        W=_unit(q, k, v, do, dk, dv),
+    )  # fmt: skip
     return dq, dk, dv, dc
 
 
@@ -284,22 +246,30 @@ def launch_decode(
         options = Tq, 1, tile.BN, gate_scale, bound_scale, log_pruning_tolerance
         key_start = launch_prune(gates, key_start, end, bound, *options)
     key_start, *s_start = _bound(key_start, B, Hq)
-    with _on(q.device):
-        launch(
-            decode_kernel, n_split * rows, tile,
-            q, k, v, gates, key_start, end, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_start,
-            Tq, Tk, Hq, G, B, n_split, scale, gate_scale,
-            D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=key_start is not None, P=parts, ENDS=ends,
-            W=_unit(k, v), ONE_DECAY=Tq == 1 and (G == 1 or gates.stride(2) == 0),
-        )  # fmt: skip
-        launch(
-            merge_kernel, B * Hq * Tq, tile._replace(warps=1),
-            o_split, lse, o, *_strides(o), Tq, Hq, B * Hq * Tq, n_split, D=D, BD=padded(D),
-        )  # fmt: skip
+    launch(
+        decode_kernel, n_split * rows, tile,
+        q, k, v, gates, key_start, end, o_split, lse, *_strides(q, k, v), *gates.stride(), *s_start,
+        Tq, Tk, Hq, G, B, n_split, scale, gate_scale,
+        D=D, BM=tile.BM, BN=tile.BN, BD=padded(D), BOUNDED=key_start is not None, P=parts, ENDS=ends,
+        W=_unit(k, v), ONE_DECAY=Tq == 1 and (G == 1 or gates.stride(2) == 0),
+    )  # fmt: skip
+    launch(
+        merge_kernel, B * Hq * Tq, tile._replace(warps=1),
+        o_split, lse, o, *_strides(o), Tq, Hq, B * Hq * Tq, n_split, D=D, BD=padded(D),
+    )  # fmt: skip
     return o
 
 
 # --- operators -------------------------------------------------------------------------------------------------------
+
+
+def refuse_tangents(*tensors: Tensor) -> None:
+    """Raise an error if a tensor has a forward-mode derivative. The operators would return tangents of 0."""
+    if is_in_forward_mode() and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "the Triton kernels do not support forward-mode derivatives (torch.func.jvp, jacfwd). Use "
+            "backend='reference' or attn_implementation='eager', or reverse mode: torch.autograd.grad."
+        )
 
 
 def is_traced(*tensors: Tensor) -> bool:
@@ -327,10 +297,7 @@ _define = library.custom_op if INTERPRETED.value else library.triton_op
 
 
 def _operator(launcher, backward=None, save=None):
-    """Register a launcher as a custom operator. Return a function that calls the operator only if `is_traced`.
-
-    Otherwise, the function calls the launcher, because an operator has more host overhead. If gradients are computed,
-    an operator has three times the overhead of its launcher.
+    """Register a launcher as a custom operator. Its host overhead is several times that of its launcher.
 
     Args:
         backward, save: `backward` and `setup_context` as in torch.autograd.Function.
@@ -338,30 +305,9 @@ def _operator(launcher, backward=None, save=None):
     name = launcher.__name__.replace("launch", "fox")
     operator = _define(f"{_SPACE}::{name}", launcher, mutates_args=())
     operator.register_fake(launcher)
-    differentiable = operator  # differentiation raises an error if there is no backward pass
-    if backward is not None and save is not None:
+    if backward is not None:
         operator.register_autograd(backward, setup_context=save)
-
-        def forward(ctx, *args):  # faster than a `setup_context`: that binds its arguments in each call
-            output = launcher(*args)
-            save(ctx, args, output)
-            return output
-
-        methods = dict(forward=staticmethod(forward), backward=staticmethod(backward))
-        differentiable = type(name, (Function,), methods).apply
-
-    def call(*args):
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        if any(unpack_dual(x).tangent is not None for x in tensors):  # the operators would return tangents of 0
-            raise NotImplementedError(
-                "the Triton kernels do not support forward-mode derivatives (torch.func.jvp, jacfwd). Use "
-                "backend='reference' or attn_implementation='eager', or reverse mode: torch.autograd.grad."
-            )
-        if is_traced(*tensors):
-            return operator(*args)
-        return differentiable(*args) if needs_grad(*tensors) else launcher(*args)
-
-    return call
+    return operator
 
 
 def _save(ctx, inputs, output):
@@ -371,7 +317,7 @@ def _save(ctx, inputs, output):
 
 def _chain_rule(ctx, do, _):
     dq, dk, dv, dc = fox_backward(do, *ctx.saved_tensors, ctx.scale)
-    return dq, dk, dv, dc.double(), None, None, None, None
+    return dq, dk, dv, dc.double(), None, None, None
 
 
 fox_running_sum_backward = _operator(launch_running_sum_backward)
@@ -383,10 +329,65 @@ fox_running_sum = _operator(
 fox_prune = _operator(launch_prune)
 fox_backward = _operator(launch_backward)
 fox_forward = _operator(launch_forward, backward=_chain_rule, save=_save)
-triton_decode = _operator(launch_decode)
+fox_decode = _operator(launch_decode)
 
 
 # --- attention: the caller has checked the arguments -----------------------------------------------------------------
+
+
+def forward_pass(q, k, v, gates, key_start, logit_bound, scale, log_pruning_tolerance, traced=False):
+    """Run the forward pass with the launchers, or with the operators if it is traced.
+
+    Returns:
+        (o, lse, c, the first key of each query after pruning).
+    """
+    run_sum, run = (fox_running_sum, fox_forward) if traced else (launch_running_sum, launch_forward)
+    c = gates if gates.dtype == torch.float64 else run_sum(gates, key_start)
+    if log_pruning_tolerance is not None:
+        prune, blocks = fox_prune if traced else launch_prune, prune_blocks(tiles_for(q.device, q.shape[-1], q.dtype))
+        options = q.shape[2], *blocks, 1.0, 1.0, log_pruning_tolerance
+        key_start = prune(c.detach()[:, :, None, :, None], key_start, None, logit_bound, *options)
+    if q.dtype == torch.float16:  # fp16 cannot represent weights far below a bound, so use the running maximum
+        logit_bound = None
+    return *run(q, k, v, c, key_start, logit_bound, scale), c, key_start
+
+
+def backward_pass(do, q, k, v, gates, key_start, c, kept, o, lse, scale, traced=False):
+    """Run the backward pass of `forward_pass`. Return the gradients of q, k, v and gates."""
+    run, run_sum = launch_backward, launch_running_sum_backward
+    if traced:
+        run, run_sum = fox_backward, fox_running_sum_backward
+    dq, dk, dv, dc = run(do, q, k, v, c, kept, o, lse, scale)
+    return dq, dk, dv, dc if gates.dtype == torch.float64 else run_sum(dc, gates, key_start)
+
+
+class Attention(Function):
+    """`forward_pass` with gradients. If a backward pass is traced or differentiated, it runs the operators."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        *tensors, _, ctx.scale, _ = arguments
+        o, lse, c, kept = repeat(forward_pass, *arguments)
+        ctx.save_for_backward(*tensors, c, kept, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        refuse_tangents(do)
+        arguments = *ctx.saved_tensors, ctx.scale
+        if torch.is_grad_enabled() or is_traced(do):
+            dq, dk, dv, dgates = backward_pass(do, *arguments, traced=True)
+        else:
+            dq, dk, dv, dgates = repeat(backward_pass, _readable(do), *arguments)
+        return dq, dk, dv, dgates.to(arguments[3].dtype), None, None, None, None
+
+
+def triton_decode(q, k, v, *args) -> Tensor:
+    """Run `launch_decode`, or its operator."""
+    tensors = [x for x in (q, k, v, *args) if isinstance(x, Tensor)]
+    refuse_tangents(*tensors)
+    run = fox_decode if is_traced(*tensors) or needs_grad(*tensors) else launch_decode  # the operator has no gradient
+    return run(q, k, v, *args)
 
 
 def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Exception | None:
@@ -448,35 +449,28 @@ def triton_attention(
         (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D). In 16 bits, the rounding of the output causes an error in
         the gradients of q and k, as in every flash attention. The error grows if the gates forget faster.
     """
-    visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
-    key_start = visible.key_start
-    query_end = None if key_start is None else find_query_end(key_start, k.shape[2])
-    c = fox_running_sum(log_f, query_end)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if is_decoding(q, k, v, log_f):
-        gates = c.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)
-        bound = None if logit_bound is None else bound_per_head(q, logit_bound)
-        return triton_decode(q, k, v, gates, 1.0, key_start, None, scale, log_pruning_tolerance, bound)
-    return attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tolerance, logit_bound)
+    key_start = None if visible is None else visible.key_start
+    if not is_decoding(q, k, v, log_f):
+        return attention_from_gates(q, k, v, log_f, key_start, scale, log_pruning_tolerance, logit_bound)
+    refuse_tangents(log_f)
+    run_sum = fox_running_sum if is_traced(log_f) else launch_running_sum
+    gates = run_sum(log_f, key_start).unflatten(1, (k.shape[1], -1)).unsqueeze(-1)
+    bound = None if logit_bound is None else bound_per_head(q, logit_bound)
+    return triton_decode(q, k, v, gates, 1.0, key_start, None, scale, log_pruning_tolerance, bound)
 
 
-def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tolerance, logit_bound):
-    """Compute `triton_attention` from c, the float64 cumulative sum of log f, (B, Hq, Tk).
-
-    Args:
-        key_start, query_end: `VisibleKeys.key_start` and the result of `find_query_end` for it. Both may be None.
-    """
+def attention_from_gates(q, k, v, gates, key_start, scale, log_pruning_tolerance, logit_bound):
+    """Compute `triton_attention` from log f, fp32, or from its cumulative sum c, float64: (B, Hq, Tk)."""
     q, k, v = _readable(q), _readable(k), _readable(v)
     with torch.no_grad():
         if logit_bound is not None:
             logit_bound = bound_per_head(q, logit_bound)
         elif log_pruning_tolerance is not None:
-            logit_bound = bound_from_norms(q, k, scale, key_start, query_end)
-        if log_pruning_tolerance is not None:
-            gates, blocks = c[:, :, None, :, None], prune_blocks(tiles_for(q.device, q.shape[-1], q.dtype))
-            options = q.shape[2], *blocks, 1.0, 1.0, log_pruning_tolerance
-            key_start = fox_prune(gates, key_start, None, logit_bound, *options)
-            query_end = find_query_end(key_start, k.shape[2])
-        if q.dtype == torch.float16:  # fp16 cannot represent weights far below a bound, so use the running maximum
-            logit_bound = None
-    return fox_forward(q, k, v, c, key_start, query_end, logit_bound, scale)[0]
+            logit_bound = bound_from_norms(q, k, scale, key_start)
+    tensors = [x for x in (q, k, v, gates, key_start, logit_bound) if x is not None]
+    refuse_tangents(*tensors)
+    arguments = q, k, v, gates, key_start, logit_bound, scale, log_pruning_tolerance
+    if is_traced(*tensors):
+        return forward_pass(*arguments, traced=True)[0]
+    return Attention.apply(*arguments) if needs_grad(*tensors) else repeat(forward_pass, *arguments)[0]

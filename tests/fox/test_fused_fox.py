@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaModel
 
-from hf_longctx.fox import FoxConfig, FoxModel, fused_fox, triton_fox
+from hf_longctx.fox import FoxConfig, FoxModel, fused_fox, launch_fox, triton_fox
 from hf_longctx.fox.fused_fox import as_defined, fused_heads, fused_norm, norm_as_defined
 from hf_longctx.fox.inputs_fox import find_successors
 
@@ -21,6 +21,7 @@ pytestmark = runs_triton
 def interpreted(monkeypatch):
     """The kernels run wherever there is Triton."""
     monkeypatch.setattr(fused_fox, "has_kernels", lambda device: True)
+    monkeypatch.setattr(launch_fox, "PLANS", {})
 
 
 def documents(*lengths):

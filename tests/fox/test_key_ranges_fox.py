@@ -134,7 +134,7 @@ def test_golden_pruning(golden):
         q, k = t["inputs/q"], t["inputs/k"]
         threshold = t.get(case["call"]["adaptive_threshold"])
         if case["call"]["adaptive_threshold"] == "auto":
-            bound = key_ranges_fox.bound_from_norms(q, k, q.shape[-1] ** -0.5, None, None)
+            bound = key_ranges_fox.bound_from_norms(q, k, q.shape[-1] ** -0.5, None)
             threshold = pruning_threshold(bound, k.shape[2], -10.0)
             assert check_golden(case, t, "expected/threshold", threshold)
         blocks = case["forward_block_sizes"] if "forward_block_sizes" in case else case["call"]["forward_block_sizes"]

@@ -25,7 +25,7 @@ from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx import forgetting_attention
-from hf_longctx.fox import key_ranges_fox, operator, tiles_fox, triton_fox
+from hf_longctx.fox import launch_fox, operator, tiles_fox, triton_fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, unfold_decay
 from hf_longctx.fox.key_ranges_fox import find_visible_keys
 from hf_longctx.fox.triton_fox import triton_attention, triton_decode
@@ -91,15 +91,15 @@ def test_the_running_sum_equals_that_of_pytorch_in_float64(padded):
     T = 2 * triton_fox.SUM_TILE.BM + 5
     log_f = draw(2, 2, 2, 1, T, 16)[3].mT.contiguous().mT
     log_f[0, :, 40] = -torch.inf
-    stop, real = None, torch.ones(2, 1, T, dtype=torch.bool, device=DEVICE)
+    start, real = None, torch.ones(2, 1, T, dtype=torch.bool, device=DEVICE)
     if padded:
         real[1, :, :1500] = False
         log_f[1, :, :1500] = torch.nan
-        stop = torch.where(real, T, 0).int()
+        start = torch.tensor([0, 1500], dtype=torch.int32, device=DEVICE)[:, None, None].expand(2, 1, T)
     dc = torch.randn(log_f.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     results = []
     for total in (
-        lambda x: triton_fox.fox_running_sum(x, stop),
+        lambda x: triton_fox.fox_running_sum(x, start),
         lambda x: x.masked_fill(~real, 0.0).clamp(min=-1e5).double().cumsum(-1),
     ):
         x = log_f.detach().requires_grad_()
@@ -107,6 +107,18 @@ def test_the_running_sum_equals_that_of_pytorch_in_float64(padded):
         results.append((c, *torch.autograd.grad(c, x, dc)))
     for got, want in zip(*results):
         torch.testing.assert_close(got, want, rtol=2 * torch.finfo(want.dtype).eps, atol=1e-12 * T)
+
+
+@pytest.mark.parametrize("Tq", [45, 20, 3])
+def test_the_last_query_of_each_key(Tq):
+    """With padding on both sides and a window; where no query attends to a key, the position is at most its own."""
+    mask, t = padding(45, (0, 45), (7, 30), (0, 0)).bool(), torch.arange(45, device=DEVICE)
+    first = find_visible_keys(Tq, 45, t.device, token_mask=mask, window=9).key_start
+    c = draw(3, 2, 1, 1, 45, 16)[3].double().cumsum(-1)
+    got = triton_fox.split_sum(c, 16, key_start=first)[-1]
+    attends = (first[..., None] <= t) & (t <= t[-Tq:, None])  # (B, 1, Tq, Tk)
+    last = torch.where(attends, t[-Tq:, None] + 1, 0).amax(-2).expand(3, 2, 45)
+    assert torch.equal(torch.where(got > t, got, 0), torch.where(last > t, last, 0).int())
 
 
 class Names(TorchDispatchMode):
@@ -181,7 +193,7 @@ def test_decay_is_exact_at_131072_tokens():
     def long(c):
         def attention(q, k, v, log_f):
             c_near = log_f.double() - log_f.detach() + c[..., -near:]
-            return triton_fox.fox_forward(q, k, v, c_near, None, None, None, 0.25)[0]
+            return triton_fox.fox_forward(q, k, v, c_near, None, None, 0.25)[0]
 
         return attention
 
@@ -237,6 +249,7 @@ def set_products(monkeypatch):
         tiles = triton_fox.tiles_for
         changed = lambda *args: (t := tiles(*args))._replace(forward=t.forward._replace(products=products))  # noqa: E731
         monkeypatch.setattr(triton_fox, "tiles_for", changed)
+        monkeypatch.setattr(launch_fox, "PLANS", {})
 
     return set_products
 
@@ -375,9 +388,9 @@ def test_custom_ops_are_registered_correctly():
     first = find_visible_keys(5, 9, q.device, window=4).key_start
     ops = torch.ops.hf_longctx
     inputs = [x.requires_grad_() for x in (q, k, v, c)]
-    stop, bound = key_ranges_fox.find_query_end(first, 9), torch.ones(1, 2, device=DEVICE)
-    library.opcheck(ops.fox_forward, (*inputs, first, stop, bound, 0.25))
-    library.opcheck(ops.fox_running_sum, (log_f.requires_grad_(), stop))
+    bound = torch.ones(1, 2, device=DEVICE)
+    library.opcheck(ops.fox_forward, (*inputs, first, bound, 0.25))
+    library.opcheck(ops.fox_running_sum, (log_f.requires_grad_(), first))
     library.opcheck(ops.fox_prune, (c.detach()[:, :, None, :, None], first, None, bound, 5, 2, 4, 1.0, 1.0, -3.0))
     gates, end = c.detach().view(1, 1, 2, 9, 1), torch.tensor(9, device=DEVICE)
     few, heads = [x.detach() for x in (q[:, :, -3:], k, v)], torch.ones(2, device=DEVICE)

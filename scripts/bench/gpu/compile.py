@@ -36,6 +36,7 @@ from triton.runtime import driver
 from hf_longctx.fox import fused_fox, tiles_fox
 from hf_longctx.fox import triton_fox as fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, folded_width
+from hf_longctx.fox.launch_fox import launch_options
 from scripts.bench import common
 
 
@@ -98,10 +99,11 @@ def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
     elif kernel in ("split_sum", "forward", "dq", "dkdv"):
         q, o, do = (torch.empty(B, T, H, D, dtype=dtype).transpose(1, 2) for _ in range(3))
         c, lse = torch.empty(B, H, T, dtype=torch.float64), torch.empty(B, H, T)
-        if kernel in ("split_sum", "forward"):
-            fox.launch_forward(q, k, v, c, first, first, torch.empty(B, H) if bounded else None, scale)
+        if kernel == "forward" or (kernel == "split_sum" and not bounded):  # the backward pass needs the query ends
+            known = bounded or kernel == "split_sum"
+            fox.launch_forward(q, k, v, c, first, torch.empty(B, H) if known else None, scale)
         else:
-            fox.launch_backward(do, q, k, v, c, first, first, o, lse, scale)
+            fox.launch_backward(do, q, k, v, c, first, o, lse, scale)
     else:
         gates = keys[..., D : D + GATE_PARTS * group].unflatten(-1, (group, GATE_PARTS)).transpose(2, 3)
         q, end = torch.empty(B, H, 1, D, dtype=dtype), torch.tensor([T])
@@ -118,9 +120,8 @@ def launch_fused_norm(kernel, x, shifted):
     if kernel == "fused_norm":
         fused_fox.launch_fused_norm(x, weight, *shift, 1e-6, "silu", x.dtype)
     else:
-        fused_fox.launch_fused_norm_backward(
-            (x, x, x) if shifted else (x, None, None), x, weight, *shift, 1e-6, "silu"
-        )
+        gradients = (x, x, x) if shifted else (x, None, None)
+        fused_fox.launch_fused_norm_backward(*gradients, x, weight, *shift, 1e-6, "silu")
 
 
 def compile_launch(capability, kernel, tiles, *case):
@@ -129,7 +130,7 @@ def compile_launch(capability, kernel, tiles, *case):
 
     def compile_only(this, programs, tile, *args, **constants):
         if this is getattr(module, f"{kernel}_kernel"):
-            options = fox.launch_options(tile) | constants
+            options = launch_options(tile) | constants
             launches.append((this.warmup(*args, grid=(programs,), **options), tile))
 
     driver.set_active(Target(capability))

@@ -22,7 +22,7 @@ class PrunedBlocks:
     pruned: int | torch.Tensor = 0
 
     def add(self, Tk, key_start, kept, tile):
-        """Add a call over Tk keys: `kept` is what `fox_prune` returns for key_start."""
+        """Add a call over Tk keys: `kept` is what `launch_prune` returns for key_start."""
         stops = torch.arange(Tk - kept.shape[-1], Tk, tile.BM, device=kept.device).add(tile.BM).clamp(max=Tk)
         begin = kept[..., :: tile.BM]
         before = torch.zeros_like(begin) if key_start is None else key_start[..., :: tile.BM].expand_as(begin)
@@ -34,7 +34,7 @@ class PrunedBlocks:
 @contextlib.contextmanager
 def count_pruned_blocks():
     """Count the blocks of all calls inside, except compiled ones: `with count_pruned_blocks() as blocks: model(x)`."""
-    blocks, prune, tiles_for = PrunedBlocks(), triton_fox.fox_prune, triton_fox.tiles_for
+    blocks, prune, tiles_for = PrunedBlocks(), triton_fox.launch_prune, triton_fox.tiles_for
     tiles = []
 
     def remember(*args):
@@ -46,6 +46,7 @@ def count_pruned_blocks():
         blocks.add(gates.shape[3], key_start, kept, tiles[0].forward)
         return kept
 
-    with mock.patch.multiple(triton_fox, fox_prune=count, tiles_for=remember):
+    run = lambda launcher, *args: launcher(*args)  # noqa: E731, a plan would not count
+    with mock.patch.multiple(triton_fox, launch_prune=count, tiles_for=remember, repeat=run):
         yield blocks
     blocks.total, blocks.pruned = int(blocks.total), int(blocks.pruned)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
-from hf_longctx.fox import key_ranges_fox, tiles_fox
+from hf_longctx.fox import tiles_fox
 from hf_longctx.fox import triton_fox as fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys
 from scripts.bench import common
@@ -94,7 +94,7 @@ class Problem:
         *inputs, log_f, self.do = budget.draw(B, H, H, T, T, D, dtype, openness=4.0, device=device)
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)  # the memory layout of projections
         first = torch.zeros(1, 1, T, dtype=torch.int32, device=device)
-        self.inputs = (q, k, v, fox.fox_running_sum(log_f, None), first, key_ranges_fox.find_query_end(first, T))
+        self.inputs = (q, k, v, fox.launch_running_sum(log_f, None), first)
         self.bound = torch.full((B, H), LOGIT_BOUND, device=device)
         # decoding: one query for each head; keys, values and gates as in a cache of folded keys
         k, v = (x[:, : self.key_heads(H)] for x in (k, v))
@@ -113,10 +113,10 @@ class Problem:
             q, gate_scale = self.inputs[0][:, :, -1:], -GATE_QUERY * self.scale
             return (fox.triton_decode(q, *self.cached, gate_scale, *self.last, self.scale),)
         if kernel == "forward":
-            return fox.fox_forward(*self.inputs, self.bound, self.scale)
+            return fox.launch_forward(*self.inputs, self.bound, self.scale)
         if self.saved is None:
             self.saved = self.run("forward")
-        return fox.fox_backward(self.do, *self.inputs, *self.saved, self.scale)
+        return fox.launch_backward(self.do, *self.inputs, *self.saved, self.scale)
 
     def rate(self, kernel, seconds):
         if kernel == "decode":
