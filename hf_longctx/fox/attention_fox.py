@@ -53,6 +53,11 @@ def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors if dtype is None else tuple(x.to(dtype) for x in tensors)
 
 
+def first_columns(x, width):
+    """Return x[..., :width]. If this is all of x, return x itself, because a slice would be a node of autograd."""
+    return x if x.shape[-1] == width else x[..., :width]
+
+
 def folded_width(head_dim, group, device):
     """Return the head dimension after folding. Each key head stores the gate parts of `group` query heads."""
     multiple = 4 if device.type == "cpu" else 8  # for aligned loads in GPU kernels

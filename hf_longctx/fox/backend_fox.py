@@ -24,6 +24,7 @@ from .attention_fox import (
     MASKED,
     autocast_dtype,
     autocast_inputs,
+    first_columns,
     fold_keys,
     fold_queries,
     running_sum,
@@ -192,12 +193,13 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
     if isinstance(end, torch.Tensor) and not decoding:
         end = int(end)
     if not isinstance(end, torch.Tensor):
-        key, value = key[:, :, :end], value[:, :, :end]
+        if end != key.shape[2]:
+            key, value = key[:, :, :end], value[:, :, :end]
         end = None
 
     heads, tolerance = query.shape[1], module.config.log_pruning_tolerance
     largest, bound_scale = logit_bound_of_norms(module, heads)
-    q, k, v = (x[..., : module.head_dim] for x in (query, key, value))
+    q, k, v = (first_columns(x, module.head_dim) for x in (query, key, value))
     if query.shape[2] == key.shape[2]:  # nothing is cached
         q, k, v = autocast_inputs(q, k, v)
         log_f = q.new_zeros(q.shape[0], 1, q.shape[2], dtype=torch.float32) if log_f is None else log_f

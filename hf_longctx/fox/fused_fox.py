@@ -39,11 +39,11 @@ PROGRAMS = 8  # number of programs per multiprocessor in the backward pass
 
 def norm_as_defined(x, weight, eps, gate=None, activation=None):
     """Plain PyTorch implementation of `fused_norm`."""
-    dtype, weight = autocast_dtype(x.device) or x.dtype, weight.to(x.dtype).view(-1, x.shape[-1])
-    if len(weight) == 1:
-        y = F.rms_norm(x, x.shape[-1:], weight[0], eps).to(dtype)
+    dtype, weight = autocast_dtype(x.device) or x.dtype, weight.to(x.dtype)
+    if weight.numel() == x.shape[-1]:
+        y = F.rms_norm(x, x.shape[-1:], weight, eps).to(dtype)
     else:
-        y = (F.rms_norm(x, x.shape[-1:], eps=eps) * weight).to(dtype)
+        y = (F.rms_norm(x, x.shape[-1:], eps=eps) * weight.view(-1, x.shape[-1])).to(dtype)
     return y if gate is None else y * ACT2FN[activation](gate).view(y.shape)
 
 
@@ -236,7 +236,7 @@ def describe(x, weight, gate, k, predecessor, activation):
         D=D, BT=tile.BM, BD=BD, SHIFT=k is not None, INDEXED=predecessor is not None,
         GATE="" if gate is None else activation,
     )  # fmt: skip
-    sizes = 0 if len(weight) == 1 else D, B * T, T, H, Hkv
+    sizes = 0 if weight.numel() == D else D, B * T, T, H, Hkv
     return tile, blocks_of(tile.BM, B * T), H + 2 * Hkv, sizes, constants
 
 
@@ -273,6 +273,11 @@ def launch_fused_norm_backward(
     return dx, dgate, dk, dv, dshare, dw
 
 
+def sum_heads(dw, weight):
+    """Return the gradient of a norm weight from those of the heads, (H, D)."""
+    return (dw if weight.numel() == dw.numel() else dw.sum(0)).view(weight.shape).to(weight.dtype)
+
+
 class FusedNorm(Function):
     """Autograd function of the fused kernels. A traced or differentiated backward pass uses `as_defined`."""
 
@@ -292,9 +297,8 @@ class FusedNorm(Function):
             arguments = *gradients, *ctx.saved_tensors, *ctx.options
             dx, dgate, dk, dv, dshare, dw = repeat(launch_fused_norm_backward, *arguments)
             dw = dw.sum(0)
-            dw_k = None if k is None else dw[x.shape[2] :].sum_to_size(k_weight.shape).to(k_weight.dtype)
-            dw = dw[: x.shape[2]].sum_to_size(weight.shape).to(weight.dtype)
-            return dx, dw, dgate, dk, dv, dw_k, dshare, *(None,) * 5
+            dw_k = None if k is None else sum_heads(dw[x.shape[2] :], k_weight)
+            return dx, sum_heads(dw[: x.shape[2]], weight), dgate, dk, dv, dw_k, dshare, *(None,) * 5
         with torch.enable_grad():
             outputs = [y for y in as_defined(*inputs, predecessor, *ctx.options) if y is not None]
         gradients, needed = [dy.to(y.dtype) for dy, y in zip(gradients, outputs)], ctx.needs_input_grad[:7]
@@ -343,10 +347,10 @@ def fused_norm(x, weight, eps: float, gate=None, activation: str | None = None) 
     # Hidden states are not 4D. For them, PyTorch's own kernel is faster, because it has less host overhead.
     if x.ndim != 4 or weight.numel() not in (x.shape[-1], x.shape[-2] * x.shape[-1]) or not can_fuse(*tensors):
         return norm_as_defined(x, weight, eps, gate, activation)
-    gate = None if gate is None else gate.contiguous().view(x.shape)
+    gate = None if gate is None else gate.contiguous()
     run = FusedNorm.apply if needs_grad(*tensors) else partial(repeat, launch_fused_norm)
     dtype = autocast_dtype(x.device) or x.dtype
-    return run(x.contiguous(), weight.view(-1, x.shape[-1]), gate, *(None,) * 6, eps, activation, dtype)[0]
+    return run(x.contiguous(), weight, gate, *(None,) * 6, eps, activation, dtype)[0]
 
 
 def fused_heads(q, k, v, q_weight, k_weight, eps, share, predecessor=None, successor=None):
@@ -359,7 +363,6 @@ def fused_heads(q, k, v, q_weight, k_weight, eps, share, predecessor=None, succe
         share: (B, T, 2 Hkv) fp32, the weight of the previous token for each key head and each value head.
         predecessor, successor: as in `Call`. Pass both of them or neither.
     """
-    q_weight, k_weight = (weight.view(-1, q.shape[-1]) for weight in (q_weight, k_weight))
     index = (y if y is None else y.expand(len(q), -1) for y in (predecessor, successor))
     q, *rest = (y if y is None else y.contiguous() for y in (q, k, v, k_weight, share, *index))
     run = FusedNorm.apply if needs_grad(q, q_weight, *rest[:4]) else partial(repeat, launch_fused_norm)

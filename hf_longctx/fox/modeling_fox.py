@@ -32,7 +32,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_fox import CLOSED_GATE, folded_width
+from .attention_fox import CLOSED_GATE, first_columns, folded_width
 from .backend_fox import AUTO, NAME, attend
 from .compat_fox import CACHE, accept_both_names, adapt, slice_logits_to_keep
 from .configuration_fox import FoxConfig
@@ -226,7 +226,7 @@ class FoxAttention(nn.Module):
     def output(self, x, o):
         """Normalize, gate and project the output of attention, (B, T, H, D) or wider, to (B, T, hidden)."""
         norm: Any = self.o_norm
-        o = o[..., : self.head_dim]
+        o = first_columns(o, self.head_dim)
         if self.g_proj is None:
             return self.o_proj(norm(o).flatten(2))
         gate, activation = self.g_proj(x), self.config.output_gate
