@@ -169,7 +169,7 @@ class Memory:
     def answer(self, question, ids, tokens):
         """Return the passage that is re-read, as a string, and the ids of a greedy response."""
         prompt, stored = torch.tensor([ids]), self.state.memory["search"]
-        passage = find_tokens(prompt, stored["ids"], stored["ends"] > 0, self.model.config.recall_tokens)
+        passage = find_tokens(prompt[:, :-1], stored["ids"], stored["ends"] > 0, self.model.config.recall_tokens)
         output = generate(lambda x, **options: ask(self.model, self.state, x, len(ids), **options), prompt, tokens)
         return self.tokenizer.decode(passage[0]), output[0, len(ids) :]
 
