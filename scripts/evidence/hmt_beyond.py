@@ -22,9 +22,9 @@ document once, if it reads the document at all, and then answers each question f
         --set recall=true recall_tokens=256 memory_size=null sum_fraction=0.125 --max_length 1024 --max_steps 160 \\
         --gradient_accumulation_steps 1
 
-All methods answer the same questions. Differences are paired, with 95 % bootstrap intervals over
-questions. Seconds are CPU seconds of one thread, because other programs do not slow them down much. The same command
-resumes. With `--minutes 0`, it only writes the results of finished parts.
+All methods answer the same questions. Differences from the search with the same weights are paired, with 95 %
+bootstrap intervals over questions. Seconds are CPU seconds of one thread, because other programs do not slow them down
+much. The same command resumes. With `--minutes 0`, it only writes the results of finished parts.
 """
 
 import contextlib
@@ -241,9 +241,9 @@ def measure(args):
             for part in measure_parts(measure_one, [(name, task, tokens, number, method)], args):
                 cells.setdefault(method, []).append(part)
         for method, parts in cells.items():
-            yield {"model": name, "task": task, "tokens": tokens, "method": method} | summarize(
-                parts, cells.get("search")
-            )
+            baseline = cells.get("search trained" if method.endswith(" trained") else "search")
+            row = {"model": name, "task": task, "tokens": tokens, "method": method}
+            yield row | summarize(parts, baseline)
 
 
 def summarize(parts, baseline):
