@@ -95,7 +95,8 @@ def test_demo(tmp_path):
     assert done.returncode == 0, done.stderr
     figures = re.findall(r"^Forget.+: +(/.+)$", done.stdout, re.MULTILINE)
     assert len(figures) == 2 and all(Path(path).is_file() for path in figures)
-    assert all(f"| {name} | order |" in done.stdout for name in ("FoX", "Llama")) and "Not alike" not in done.stdout
+    models = "FoX (Pro)", "Transformer (Pro)", "Llama"
+    assert all(f"| {name} | order |" in done.stdout for name in models) and "Different: " not in done.stdout
     assert "decay times of 40 heads: " in done.stdout
 
 
