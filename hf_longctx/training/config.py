@@ -59,7 +59,11 @@ def option(default: Any, text: str, **parser_options: Any) -> Any:
 
 @dataclass
 class RunConfig(TrainingArguments):
-    """Settings of every run. Optimizer and schedule defaults follow FoX (arXiv 2503.02130, appendix B.1)."""
+    """Settings of every run.
+
+    AdamW, weight decay and the cosine follow FoX (arXiv 2503.02130, appendix B.1). The recipe fox-paper adds the
+    paper's warmup, learning rate and batch.
+    """
 
     output_dir: str = required("Folder of the run")
     lr_scheduler_type: str = option("cosine", "Learning-rate schedule")

@@ -73,6 +73,14 @@ def test_the_presets_have_the_papers_sizes(preset, millions):
     assert size / 1e6 == pytest.approx(millions, rel=3e-3)
 
 
+def test_the_recipe_of_the_paper_has_its_tokens_and_warmup():
+    """The official config of 125M: 2,684,354,560 tokens, of which 268,435,456 warm up, and 32 sequences a step."""
+    args = PretrainConfig.from_recipe("fox-paper", **NEEDED)
+    tokens = args.sequences_per_step * args.max_length
+    assert (args.max_steps * tokens, args.warmup_steps * tokens) == (2_684_354_560, 268_435_456)
+    assert (args.learning_rate, args.weight_decay, args.adam_beta2, args.max_grad_norm) == (2e-3, 0.1, 0.95, 1.0)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_a_config(preset):
     config = make_config(PretrainConfig(**NEEDED, model=preset, max_length=16384), Tokenizer())
