@@ -80,6 +80,10 @@ TABLE = """
  {bands[3]:.3f} | {fine} | {coarse} | {needle[0]:.0%} | {needle[1]:.0%} | {lines[0]:.0%} | {lines[1]:.0%} |\
  {blocks_pruned:.0%} | {keys_dropped:.0%} | {change:.1e} | {missing} |
 """
+TREND = """
+| model | compared with | training loss, difference over 0 to 20 % of the steps | 20 to 40 % | 40 to 60 % | 60 to 80 % | 80 to 100 % |
+| {model} | {first} | {parts[0]:+.3f} | {parts[1]:+.3f} | {parts[2]:+.3f} | {parts[3]:+.3f} | {parts[4]:+.3f} |
+"""
 TESTS = """
 | model | compared with | measured | difference | 95 % CI | p, corrected | pairs |
 | {model} | {first} | {measured} | {difference} | {low} to {high} | {p:.3f} | {pairs} |
@@ -303,6 +307,20 @@ def describe(row, length):
     return row | shares | {"bands": losses, "fine": fine, "coarse": coarse}
 
 
+def trend(rows):
+    """Yield how the difference in training loss from the first model develops: its means over fifths of the steps.
+
+    Models of one seed read the same batches in the same order.
+    """
+    first = {row["seed"]: row for row in rows if row["model"] == rows[0]["model"]}
+    for row in rows:
+        other = first.get(row["seed"], row)
+        if row is not other and len(row["training_losses"]) == len(other["training_losses"]):
+            difference = np.subtract(row["training_losses"], other["training_losses"])
+            parts = [part.mean() for part in np.array_split(difference, 5)]
+            yield {"model": row["model"], "first": other["model"], "parts": parts}
+
+
 def tests(rows, length):
     """Yield paired differences from the first model, in losses and in retrieval averaged over lengths."""
     first, *others = rows
@@ -335,6 +353,7 @@ def table(result):
     )
     parts = [text, common.markdown([describe(row, length) for row in rows], template)]
     if len(best := best_rate(rows)) > 1:
+        parts.append(common.markdown(list(trend(best)), TREND))
         parts.append(common.markdown(list(tests(best, length)), TESTS))
     return "\n\n".join(parts)
 

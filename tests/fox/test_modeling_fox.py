@@ -132,6 +132,37 @@ def test_gates_start_with_decay_times_on_a_logarithmic_scale():
     torch.testing.assert_close(times, torch.tensor([2.0, 32.0, 512.0]).double(), atol=0, rtol=8 * EPS)
 
 
+def test_new_weights_have_the_distribution_of_the_official_code():
+    """Every matrix is normal with a standard deviation of 0.02, also an output projection; a gate is half open."""
+    torch.manual_seed(0)
+    model = FoxForCausalLM(FoxConfig.pro(**TINY | dict(hidden_size=64, num_hidden_layers=4, pad_token_id=None)))
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            assert (weight == (0.0 if name.endswith("f_proj.bias") else 1.0)).all(), name
+        else:
+            limit = 4 / weight.numel() ** 0.5  # four standard errors of the mean, and more than four of the deviation
+            assert weight.mean().abs() < 0.02 * limit and (weight.std() / 0.02 - 1).abs() < limit, name
+
+
+@pytest.mark.parametrize(
+    "hidden_size, output_norm, low, high", [(256, True, 5, 6.5), (256, False, 0.3, 0.6), (1536, True, 0.9, 1.1)]
+)
+def test_an_output_norm_makes_attention_larger_than_the_mlp_of_a_narrow_model(hidden_size, output_norm, low, high):
+    """At the start, a normed attention has a size of 0.02 sqrt(d) / 2. The MLP's size grows as d^1.5."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=hidden_size, num_attention_heads=hidden_size // 64, num_hidden_layers=1)
+    sizes |= dict(intermediate_size=-(-hidden_size * 7 // 3 // 256) * 256, decay_time_min=4, decay_time_max=256)
+    model, size = FoxForCausalLM(FoxConfig.pro(**sizes, output_norm=output_norm, pad_token_id=None)), {}
+    layer = model.model.layers[0]
+    layer.self_attn.register_forward_hook(lambda module, _, y: size.update(attention=y[0].std().item()))
+    layer.mlp.register_forward_hook(lambda module, _, y: size.update(mlp=y.std().item()))
+    with torch.no_grad():
+        model(torch.randint(64, (1, 256)))
+    if output_norm:
+        assert size["attention"] == pytest.approx(0.02 * hidden_size**0.5 / 2, rel=0.1)
+    assert low < size["attention"] / size["mlp"] < high
+
+
 def test_initial_weights_from_scratch_and_around_loaded_ones(tmp_path):
     full = FoxForCausalLM(FoxConfig(**TINY))
     gate = full.model.layers[0].self_attn.f_proj
