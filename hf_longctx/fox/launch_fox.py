@@ -8,11 +8,13 @@ records the first call for each layout as a `Plan`, and repeats the plan for the
 
 import contextlib
 import threading
+from functools import partial
 from operator import itemgetter
 
 import torch
 from torch import Tensor, library
 
+from .kernels_fox import INTERPRETED, triton
 from .tiles_fox import Tile
 from .torch_internals_fox import FakeTensor, FunctionalTensor
 
@@ -85,8 +87,9 @@ class Plan:
         ]
         values = [*tensors, *memory, *self.numbers]
         with on(device):
+            stream = None if INTERPRETED.value else triton.runtime.driver.active.get_current_stream(device.index)
             for run, pick in self.launches:
-                run(*pick(values))
+                run(stream, *pick(values))
         return self.outputs(values)
 
 
@@ -115,7 +118,11 @@ def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
         compiled = kernel[(programs,)](*args, **launch_options(tile), **constants)
     if (plan := recording.plan) is not None:
         values = *args, *(constants[name] for name in kernel.arg_names[len(args) :])
-        run = kernel[(programs,)] if compiled is None else compiled[(programs, 1, 1)]  # the interpreter returns None
+        if compiled is None:  # from the interpreter
+            run = lambda stream, *values: kernel[(programs,)](*values)  # noqa: E731
+        else:  # `CompiledKernel.__getitem__` does the same, and calls the hooks of a profiler
+            run = partial(compiled.run, programs, 1, 1)
+            values = compiled.function, compiled.packed_metadata, None, None, None, *values
         plan.launches.append((run, values))
 
 

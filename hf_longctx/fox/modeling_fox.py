@@ -71,9 +71,9 @@ def are_ours(*modules: nn.Module | None) -> bool:
     adapters replace the whole module. Compiled calls return False.
     """
     return not torch.compiler.is_compiling() and all(
-        type(module) in (FoxRMSNorm, FoxHeadRMSNorm, FoxShiftWeight)
+        type(module) in (FoxRMSNorm, FoxHeadRMSNorm, FoxForgetGate, FoxShiftWeight)
         and "forward" not in vars(module)
-        and not any(getattr(module, name) for name in MODULE_HOOKS)
+        and not any(map(vars(module).get, MODULE_HOOKS))
         for module in modules
     )
 
@@ -111,12 +111,11 @@ class FoxForgetGate(nn.Module):
             self.bias = nn.Parameter(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.bias.float()
-        if self.kind == "full":
-            logits = narrow_linear(x, self.weight).float() + logits
-        else:
-            logits = logits.expand(*x.shape[:2], -1)
-        return F.logsigmoid(logits).clamp(min=CLOSED_GATE).transpose(1, 2)
+        return self.log_gates(narrow_linear(x, self.weight) if self.kind == "full" else x.new_zeros(*x.shape[:2], 1))
+
+    def log_gates(self, product: torch.Tensor) -> torch.Tensor:
+        """Return log gates from the product of weight and x, (B, T, H or Hkv)."""
+        return F.logsigmoid(product.float() + self.bias.float()).clamp(min=CLOSED_GATE).transpose(1, 2)
 
 
 class FoxShiftWeight(nn.Module):
@@ -180,14 +179,14 @@ class FoxAttention(nn.Module):
         x, call = hidden_states, call or Call(self.config._attn_implementation)
         past = CachedLayer(cache, self.layer_idx, x.device) if isinstance(cache, Cache) else cache
         q, k, v = self.project(x)
-        if self.k_shift_proj is None and self.v_shift_proj is None:
+        log_f, share = self.narrow_projections(x, k)  # (B, H or Hkv, T) and (B, T, 2 Hkv), or None
+        if share is None:
             q, k = self.q_norm(q), self.k_norm(k)
         else:
-            q, k, v = self.shift_and_norm(x, q, k, v, call, past)
+            q, k, v = self.shift_and_norm(q, k, v, share, call, past)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
         if position_embeddings is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        log_f = None if self.f_proj is None else self.f_proj(x)  # (B, H or Hkv, T)
         o, weights = attend(self, q, k, v, log_f, call, past, **kwargs)  # (B, T, H, D) or wider
         return self.output(x, o), weights
 
@@ -195,10 +194,21 @@ class FoxAttention(nn.Module):
         """Return queries, keys and values, (B, T, H, D)."""
         return (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
 
-    def shift_and_norm(self, x, q, k, v, call: Call, past: CachedLayer | None):
+    def narrow_projections(self, x, k):
+        """Return the log gates and the shift weights, or None if the layer has none. Use one product if possible."""
+        gate: Any = self.f_proj
+        shifts: Any = (self.k_shift_proj, self.v_shift_proj)
+        if gate is not None and gate.kind == "full" and are_ours(gate, *shifts):
+            product = narrow_linear(x, torch.cat([proj.weight for proj in (gate, *shifts)]))
+            product, share = product.split([len(gate.weight), 2 * k.shape[2]], dim=-1)
+            return gate.log_gates(product), share.float().sigmoid()
+        share = None if shifts == (None, None) else self.shift_weights(x, k)
+        return None if gate is None else gate(x), share
+
+    def shift_and_norm(self, q, k, v, share, call: Call, past: CachedLayer | None):
         """Apply token shift and QK-norm. The shift of keys and values is a_t prev + (1 - a_t) cur (eq. 14)."""
         norms: Any = (self.q_norm, self.k_norm)
-        share, before = self.shift_weights(x, k), None if past is None else past.token_before(k)
+        before = None if past is None else past.token_before(k)
         fused = before is None and call.shard is None and (call.predecessor is None) == (call.successor is None)
         fused = fused and are_ours(*norms) and can_fuse(q, k, v, *(norm.weight for norm in norms))
         if fused:
@@ -218,9 +228,7 @@ class FoxAttention(nn.Module):
 
     def shift_weights(self, x, k):
         """Return the shift weights of keys and values, (B, T, 2 Hkv) fp32. Without a shift, they are 0."""
-        projections: Any = (self.k_shift_proj, self.v_shift_proj)
-        if are_ours(*projections):
-            return narrow_linear(x, torch.cat([proj.weight for proj in projections])).float().sigmoid()
+        projections = self.k_shift_proj, self.v_shift_proj
         return torch.cat([k.new_zeros(k.shape[:3]).float() if proj is None else proj(x) for proj in projections], -1)
 
     def output(self, x, o):
