@@ -101,7 +101,7 @@ def check_call(
 def check_state(reader: Reader, state: HMTState) -> None:
     """Raise ValueError if the state is from another model, or if paper mode cannot continue from the state."""
     own, found = reader.signature, state.signature  # states of earlier versions can have more settings
-    if differing := [name for name in own | found if own.get(name) != found.get(name)]:
+    if own != found and (differing := [name for name in own | found if own.get(name) != found.get(name)]):
         raise ValueError(
             f"The state is from a model with other settings: { {name: found.get(name) for name in differing} }. This "
             f"model has { {name: own.get(name) for name in differing} }. Start a new state."
