@@ -198,7 +198,7 @@ class FoxAttention(nn.Module):
         """Return the log gates and the shift weights, or None if the layer has none. Use one product if possible."""
         gate: Any = self.f_proj
         shifts: Any = (self.k_shift_proj, self.v_shift_proj)
-        if gate is not None and gate.kind == "full" and are_ours(gate, *shifts):
+        if are_ours(gate, *shifts) and gate.kind == "full":
             product = narrow_linear(x, torch.cat([proj.weight for proj in (gate, *shifts)]))
             product, share = product.split([len(gate.weight), 2 * k.shape[2]], dim=-1)
             return gate.log_gates(product), share.float().sigmoid()
