@@ -103,6 +103,17 @@ def test_the_start_keeps_the_heads_that_the_model_needs():
     assert (train.log2_windows[:, :1] > train.log2_windows[:, 1:]).all()
 
 
+def test_the_price_begins_near_the_one_at_which_the_start_is_optimal():
+    """With one price for all targets, the windows of a large target collapse, and those of a small one stay open."""
+    sequences = [{name: x[0] for name, x in batch(seed).items()} for seed in range(2)]
+    prices = []
+    for keep in (0.2, 0.4, 0.6, 0.8):
+        train = learner(keep=keep, context=LENGTH)
+        train.start(sequences, share=keep)
+        prices.append(train.price.item())
+    assert prices == sorted(set(prices), reverse=True)
+
+
 def test_layers_with_sliding_windows_are_not_learned():
     train = learner("gemma3")
     assert train.log2_windows.shape == (1, 4)
