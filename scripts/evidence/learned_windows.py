@@ -8,31 +8,45 @@ passages, records and documents, none of which the windows were learned from:
 
 - copies: a passage of a novel, and the passage again. All tokens of the second reading are scored.
 - gap copies: a passage of 250 tokens, 1,000 tokens of other text, and the passage again.
-- lines: records of 60 lines, and a question about one line. The score is the log-probability of the answer.
+- lines: a record of lines, and ten questions about it, each with its answer. The score is the share of digits that the
+  model predicts right after the digits before them.
+- needle: a sentence that is hidden in a novel at one of five depths, and a question about it. The score is the share
+  of answers that greedy decoding gives token for token.
 - the perplexity of a novel and of Python code.
 
-"streaming" has one window for all heads, as StreamingLLM. snapkv and expected are presses of kvpress, and are measured
-if kvpress is installed. Quantized caches are measured if optimum-quanto is installed. All other caches keep as many
-keys as the learned windows keep of the same context. The same command resumes.
+"streaming" has one window for all heads with full attention, as StreamingLLM. snapkv and expected are presses of
+kvpress, and are measured if kvpress is installed. Quantized caches are measured if optimum-quanto is installed. All
+other caches keep as many keys as the learned windows keep of the same context. "windows4" is a cache of learned
+windows whose keys and values are quantized to 4 bits at the end of the context, in groups of 64 values of one token
+and head. Keys and values of later tokens are not quantized.
+
+The table shows the difference from the full cache with a 95 % CI, paired by passage, record or document. The same
+command resumes, and --minutes 0 writes what is finished.
 """
 
 import gzip
 import importlib.util
 import math
+import re
 import sysconfig
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_longctx.metrics import LocalReader, forgetting_curve, line_retrieval
+from hf_longctx.metrics import LocalReader, needle_in_a_haystack
+from hf_longctx.metrics.curve.protocol import model_inputs, order_samples, scored_logits
+from hf_longctx.metrics.report.paired import interval
+from hf_longctx.metrics.run.reader import special_ids
+from hf_longctx.metrics.tasks.lines import draw_record
 from hf_longctx.windows import HeadWindows
+from hf_longctx.windows.groups import kept_keys
 from scripts.bench import common
 from scripts.evidence.panels import Line, draw_panels
-from scripts.evidence.parts import make_parser, measure_parts, run
-from scripts.fetch_model import MODELS
+from scripts.evidence.parts import DAY, make_parser, measure_parts, run
+from scripts.fetch_model import MODELS, PACKAGES
 
 
 WINDOWS = common.ROOT / "model_cards" / "windows"
@@ -42,18 +56,27 @@ CACHES = {
     "full": "full cache",
     "windows": "learned windows",
     "streaming": "StreamingLLM",
+    "windows4": "learned windows, 4 bits",
     "snapkv": "SnapKV",
     "expected": "ExpectedAttention",
     "quantized4": "4 bits",
     "quantized2": "2 bits",
 }
 PRESSES = {"snapkv": "kvpress.SnapKVPress", "expected": "kvpress.ExpectedAttentionPress"}
-GAP, GAP_PASSAGE, LINES, PIECES, SKIPPED = 1000, 250, 60, 3, 256
-TABLE = """
-| model | cache | keep | share of the cache at 8,192 tokens | copies 250 tokens | 1,000 | 2,000 | gap copies |\
- log-probability of lines | perplexity of a novel, 2,048 tokens | 8,192 | of code, 2,048 |
-| {model} | {cache} | {keep} | {share:.0%} | {copy[250]:.1%} | {copy[1000]:.1%} | {copy[2000]:.1%} | {gap:.1%} |\
- {lines:.2f} | {novel[2048]:+.1%} | {novel[8192]:+.1%} | {code[2048]:+.1%} |
+NEEDS = dict.fromkeys(PRESSES, "kvpress") | dict.fromkeys(("quantized4", "quantized2", "windows4"), "optimum")
+WHOLE = ("full", "quantized4", "quantized2")  # caches that keep all keys
+GAP, GAP_PASSAGE, QUESTIONS, PIECES, SKIPPED = 1000, 250, 10, 3, 256
+RECORDS = {2000: 10, 8000: 6}  # records of lines, by the number of tokens of a record and its questions
+SHOWN = 2000  # tokens of a passage in the figure
+COPIES = """
+| model | cache | windows | share of the cache at 8,192 tokens | copies 250 tokens | 1,000 | 2,000 | 4,000 |\
+ gap copies | digits of lines, 2,000 tokens | 8,000 | needle, 2,000 tokens |
+| {model} | {cache} | {keep} | {share:.1%} | {copy[250]} | {copy[1000]} | {copy[2000]} | {copy[4000]} |\
+ {gap[1250]} | {lines[2000]} | {lines[8000]} | {needle[2000]} |
+"""
+PERPLEXITY = """
+| model | cache | windows | perplexity of a novel, 2,048 tokens | 8,192 | of code, 2,048 |
+| {model} | {cache} | {keep} | {novel[2048]} | {novel[8192]} | {code[2048]} |
 """
 
 
@@ -70,29 +93,81 @@ def encode(tokenizer, text):
     return np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+class QuantizedWindows:
+    """Windows whose cache stores the context in 4 bits, as the `QuantizedCache` of transformers does."""
+
+    def __init__(self, windows):
+        self.windows, self.apply, self.remove = windows, windows.apply, windows.remove
+
+    def cache(self):
+        window_cache = self.windows.cache()
+        window_cache.prune = partial(quantize, window_cache)  # the reader calls it after the context
+        return window_cache
+
+
+def quantize(window_cache):
+    """Quantize and dequantize all keys and values in a cache of windows."""
+    from transformers.cache_utils import QuantoQuantizedLayer
+
+    layer = QuantoQuantizedLayer(nbits=4)
+    for store in (store for window_layer in window_cache.layers for store in window_layer.stores()):
+        store.keys, store.values = (
+            layer._dequantize(layer._quantize(x.contiguous(), axis=0)) for x in (store.keys, store.values)
+        )
+
+
+def windows_of(name, keep):
+    return HeadWindows.from_pretrained(WINDOWS / f"{name}-{keep}")
+
+
+def layer_windows(name):
+    """Return the sliding window of each layer of a model; None: it has full attention."""
+    config = load(name)[0].config
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def share(name, keep, context):
+    """Return the share of the model's cache that learned windows keep of a context."""
+    windows, kept, stored = windows_of(name, keep), 0, 0
+    for row, sliding in zip(windows.windows, layer_windows(name)):
+        reach = min(context, sliding or context)
+        stored += reach * len(row)
+        kept += sum(min(kept_keys(window, windows.sinks, context), reach) for window in row)
+    return kept / stored
+
+
 def reader_of(name, kind, keep, context):
     """Return the reader of a model whose cache keeps as much of a context as the learned windows."""
     model = load(name)[0]
-    if kind == "full":
-        return LocalReader(model, cache="full")
-    if kind.startswith("quantized"):
-        return LocalReader(model, cache=f"quantized:{kind[-1]}")
-    windows = HeadWindows.from_pretrained(WINDOWS / f"{name}-{keep}")
-    share = windows.share(context)
+    if kind in WHOLE:
+        return LocalReader(model, cache=kind if kind == "full" else f"quantized:{kind[-1]}")
+    windows = windows_of(name, keep)
+    if kind == "windows4":
+        return LocalReader(model, cache=QuantizedWindows(windows))
+    if kind in PRESSES:
+        return LocalReader(model, cache=f"{PRESSES[kind]}:{1 - windows.share(context):.4f}")
     if kind == "streaming":
-        window = max(1, round(share * context) - windows.sinks)
-        windows = HeadWindows([[window] * len(row) for row in windows.windows], windows.sinks)
-    return LocalReader(model, cache=f"{PRESSES[kind]}:{1 - share:.4f}" if kind in PRESSES else windows)
+        pairs = [*zip(windows.windows, layer_windows(name))]
+        learned = HeadWindows([row for row, sliding in pairs if sliding is None], windows.sinks)
+        window = max(1, round(learned.share(context) * context) - windows.sinks)
+        windows = HeadWindows([[-1 if sliding else window] * len(row) for row, sliding in pairs], windows.sinks)
+    return LocalReader(model, cache=windows)
 
 
-def copy(reader, length, args):
-    curve = forgetting_curve(reader, load(args.model)[2], lengths=[length], repeats=args.repeats)
-    return [count / curve.points[0].scored_tokens for count in curve.points[0].copy_correct]
+def copies(reader, name, length, args):
+    """Return the share of tokens copied of each passage, with the passages of a forgetting curve."""
+    bos, eos = special_ids(reader, None, None)
+    rows = model_inputs("copy", order_samples(load(name)[2], [length], args.repeats, 0)[length], bos, eos)
+    scored = scored_logits(length, whole=True)
+    with reader.reading(rows[0], None):
+        best = reader.predict(rows, 1 + length, scored)
+    return (best == rows[:, scored.start + 1 : scored.stop + 1]).mean(1).tolist()
 
 
-def gap_copies(reader, args):
+def gap_copies(reader, name, args):
     """Return the share of tokens copied of each passage, after other text."""
-    _, tokenizer, novel = load(args.model)
+    _, tokenizer, novel = load(name)
     rng, shares = np.random.default_rng(0), []
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for _ in range(args.repeats):
@@ -105,6 +180,30 @@ def gap_copies(reader, args):
             first = len(context) + 8  # the model must first recognize the passage
             best = reader.score(ids[:-1], ids[first:], range(first - 1, len(ids) - 1), context=len(context))[1]
         shares.append(float((best == ids[first:]).mean()))
+    return shares
+
+
+def lines(reader, name, length):
+    """Return the share of digits predicted right for each record. Record and questions have about `length` tokens."""
+    tokenizer, shares = load(name)[1], []
+    bos, _ = special_ids(reader, None, None)
+    example = draw_record(QUESTIONS, 0, 0)
+    line, question = (len(encode(tokenizer, text)) for text in (example.text, example.question + example.answer))
+    count = (length - QUESTIONS * question) * QUESTIONS // line
+    for repeat in range(RECORDS[length]):
+        record = draw_record(count, 0, repeat)
+        asked = re.findall(r"line (\S+): REGISTER_CONTENT is <(\d+)>", record.text)
+        context = np.append(bos, encode(tokenizer, record.text))
+        parts, digits = [context], [np.zeros(len(context), bool)]
+        for name, number in (asked[i] for i in np.random.default_rng(repeat).permutation(count)[:QUESTIONS]):
+            words = record.question.replace(asked[record.asked_line][0], name)
+            for text, scored in ((f"{words} <", False), (number, True), (">", False)):
+                parts.append(encode(tokenizer, text))
+                digits.append(np.full(len(parts[-1]), scored))
+        ids, scored, first = np.concatenate(parts), np.concatenate(digits), len(context) + 1
+        with reader.reading(ids[:512], None):
+            best = reader.score(ids[:-1], ids[first:], range(first - 1, len(ids) - 1), context=len(context))[1]
+        shares.append(float((best == ids[first:])[scored[first:]].mean()))
     return shares
 
 
@@ -121,16 +220,18 @@ def loss(reader, tokens, length, pieces):
 
 def measure_one(name, kind, keep, task, length, args):
     """Measure one task with one cache."""
-    args.model = name
     reader = reader_of(name, kind, keep, length)
     _, tokenizer, novel = load(name)
     if task == "copy":
-        return {"shares": copy(reader, length, args)}
+        return {"shares": copies(reader, name, length, args)}
     if task == "gap":
-        return {"shares": gap_copies(reader, args)}
+        return {"shares": gap_copies(reader, name, args)}
     if task == "lines":
-        found = line_retrieval(reader, tokenizer, lines=[LINES], repeats=args.repeats, replies=False)
-        return {"log_probs": [answer.log_prob for part in found.parts for answer in part.answers]}
+        return {"shares": lines(reader, name, length)}
+    if task == "needle":
+        found = needle_in_a_haystack(reader, tokenizer, novel, lengths=[length], depths=[5], repeats=2, replies=False)
+        answers = [answer for cell in found.cells for answer in cell.answers]
+        return {"shares": [float(x.exact) for x in answers], "answer_log_probs": [x.log_prob for x in answers]}
     if task == "novel":
         return {"losses": loss(reader, novel, length, PIECES)}
     files = [Path(sysconfig.get_paths()["stdlib"], file).read_text() for file in CODE]
@@ -139,37 +240,45 @@ def measure_one(name, kind, keep, task, length, args):
 
 def tasks(args):
     texts = [*(("novel", n) for n in args.contexts), ("code", args.contexts[0])]
-    return [*(("copy", n) for n in args.lengths), ("gap", GAP + GAP_PASSAGE), ("lines", 2000), *texts]
+    records = [("lines", n) for n in RECORDS]
+    return [*(("copy", n) for n in args.lengths), ("gap", GAP + GAP_PASSAGE), *records, ("needle", 2000), *texts]
 
 
 def keys(args):
-    missing = {
-        kind
-        for kind, package in (
-            ("quantized4", "optimum"),
-            ("quantized2", "optimum"),
-            *dict.fromkeys(PRESSES, "kvpress").items(),
-        )
-        if importlib.util.find_spec(package) is None
-    }
+    installed = [kind for kind in args.caches if importlib.util.find_spec(NEEDS.get(kind, "torch"))]
     for name in args.models:
         keeps = sorted(folder.name.removeprefix(f"{name}-") for folder in WINDOWS.glob(f"{name}-*"))
         for task, length in tasks(args):
-            for kind in (kind for kind in args.caches if kind not in missing):
-                if kind in PRESSES and task in ("novel", "code"):
-                    continue  # a press compresses a prompt, and a document does not have one
-                for keep in keeps if kind in ("windows", "streaming", *PRESSES) else ["1"]:
+            for kind in installed:
+                if task in ("novel", "code") and kind not in ("full", "windows", "streaming"):
+                    continue  # the cache is compressed after a prompt, and a document does not have one
+                for keep in ["1"] if kind in WHOLE else keeps:
                     yield name, kind, keep, task, length
 
 
 def measure(args):
-    cells = list(keys(args))
-    for key, found in zip(cells, measure_parts(measure_one, cells, args)):
-        model, _, keep, _, length = key
-        if keep != "1":  # the share of the keys that the cache keeps in this measurement
-            found |= {"share": HeadWindows.from_pretrained(WINDOWS / f"{model}-{keep}").share(length)}
-        (values,) = (found[name] for name in ("shares", "log_probs", "losses") if name in found)
-        yield dict(zip(("model", "cache", "keep", "task", "length"), key)) | found | {"mean": float(np.mean(values))}
+    for key in dict.fromkeys(keys(args)):
+        for found in measure_parts(measure_one, [key], args):
+            model, _, keep, _, length = key
+            if keep != "1":  # the share of the keys that the cache keeps in this measurement, and of a longer context
+                found = found | {"share": share(model, keep, length), "share_8192": share(model, keep, 8192)}
+            mean = float(np.mean(found.get("shares", found.get("losses"))))
+            yield dict(zip(("model", "cache", "keep", "task", "length"), key)) | found | {"mean": mean}
+
+
+def against(row, full):
+    """Format a measurement: the mean of the full cache, and the difference of any other cache with its 95 % CI."""
+    if "losses" in row:
+        if row is full:
+            return f"{math.exp(row['mean']):.2f}"
+        differences = np.subtract(row["losses"], full["losses"])
+        mean, low, high = (100 * math.expm1(x) for x in (differences.mean(), *interval(differences, 0.0)))
+        return f"{mean:+.1f}%" + f" ({low:+.1f} to {high:+.1f})" * (high < math.inf)
+    if row is full:
+        return f"{row['mean']:.1%}"
+    differences = np.subtract(row["shares"], full["shares"])
+    mean, low, high = (100 * x for x in (differences.mean(), *interval(differences, 1 / row["length"])))
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def describe(rows):
@@ -177,70 +286,62 @@ def describe(rows):
     groups = {}
     for row in rows:
         groups.setdefault((row["model"], row["cache"], row["keep"]), []).append(row)
+    full = {(row["model"], row["task"], row["length"]): row for row in rows if row["cache"] == "full"}
     for (model, kind, keep), several in groups.items():
-        cells = {"model": model, "cache": CACHES[kind], "copy": {}, "novel": {}, "code": {}, "keep": keep}
-        if kind == "full":
-            cells["share"] = 1.0
-        elif keep != "1":
-            cells["share"] = HeadWindows.from_pretrained(WINDOWS / f"{model}-{keep}").share(8192)
+        cells = {"model": model, "cache": CACHES[kind], "keep": keep.replace("-", ", ")}
+        cells |= {"keep": "", "share": 1.0} if kind in WHOLE else {"share": several[0]["share_8192"]}
         for row in several:
-            if row["task"] == "copy":
-                cells["copy"][row["length"]] = np.mean(row["shares"])
-            elif row["task"] == "gap":
-                cells["gap"] = np.mean(row["shares"])
-            elif row["task"] == "lines":
-                cells["lines"] = np.mean(row["log_probs"])
-            else:
-                same = (model, "full", row["task"], row["length"])
-                full = [x for x in rows if (x["model"], x["cache"], x["task"], x["length"]) == same]
-                if full:
-                    cells[row["task"]][row["length"]] = math.exp(row["mean"] - full[0]["mean"]) - 1
+            same = full.get((model, row["task"], row["length"]))
+            if same is not None:
+                cells.setdefault(row["task"], {})[row["length"]] = against(row, same)
         yield cells
 
 
 def table(result):
-    return common.markdown(list(describe(result["rows"])), TABLE)
+    cells = list(describe(result["rows"]))
+    read = [row for row in cells if "novel" in row or "code" in row]
+    return f"{common.markdown(cells, COPIES)}\n\n{common.markdown(read, PERPLEXITY)}"
 
 
 def draw(result, path):
-    """Draw what is copied over the share of the cache, for the longest passage."""
-    longest = max(row["length"] for row in result["rows"] if row["task"] == "copy")
+    """Draw what is copied over the share of the cache."""
     panels = {}
     for model in dict.fromkeys(row["model"] for row in result["rows"]):
-        lines = []
+        rows = [row for row in result["rows"] if (row["model"], row["task"], row["length"]) == (model, "copy", SHOWN)]
+        lines, full = [], [row for row in rows if row["cache"] == "full"]
         for kind in ("windows", "streaming", *PRESSES):
+            seeds = {}
+            for row in rows:
+                if row["cache"] == kind:
+                    seeds.setdefault(row["keep"].partition("-")[0], []).append(row)
             points = sorted(
-                (HeadWindows.from_pretrained(WINDOWS / f"{model}-{row['keep']}").share(row["length"]), row["shares"])
-                for row in result["rows"]
-                if (row["model"], row["cache"], row["task"], row["length"]) == (model, kind, "copy", longest)
+                (np.mean([row["share"] for row in same]), [x for row in same for x in row["shares"]])
+                for same in seeds.values()
             )
             if points:
                 lines.append(Line(CACHES[kind], *zip(*points)))
-        full = [
-            row["shares"]
-            for row in result["rows"]
-            if (row["model"], row["cache"], row["task"], row["length"]) == (model, "full", "copy", longest)
-        ]
         if full and lines:
-            lines.append(Line(CACHES["full"], [0, 1], [[np.mean(full[0])]] * 2, control=True))
+            lines.append(Line(CACHES["full"], [0, 1], [[full[0]["mean"]]] * 2, control=True))
             panels[model] = lines
     if panels:
         draw_panels(
             path,
-            f"What a smaller cache retains: copies of {longest:,} tokens",
+            f"What a smaller cache retains: copies of {SHOWN:,} tokens",
             panels,
-            across=f"share of the keys that the cache keeps of {longest:,} tokens",
+            across=f"share of the keys that the cache keeps of {SHOWN:,} tokens",
             up="copied correctly",
-            notes="lines: mean of all passages; areas: range",
+            notes="lines: mean of all passages, and of both seeds where there are two; areas: range",
             percent=True,
         )
 
 
 def main(arguments=None):
-    models = sorted({folder.name.rpartition("-")[0] for folder in WINDOWS.glob("*-0.*")})
-    defaults = dict(models=models, caches=[*CACHES], lengths=[250, 1000, 2000], repeats=10, contexts=[2048, 8192])
+    models = [name for name in PACKAGES if any(WINDOWS.glob(f"{name}-*"))]
+    defaults = dict(
+        models=models, caches=[*CACHES], lengths=[250, 1000, 2000, 4000], repeats=10, contexts=[2048, 8192]
+    )
     run(
-        make_parser(__spec__.name, __doc__, "learned_windows", **defaults, device="cpu"),
+        make_parser(__spec__.name, __doc__, "learned_windows", **defaults, minutes=DAY, device="cpu"),
         measure,
         table,
         draw,

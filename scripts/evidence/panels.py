@@ -89,7 +89,10 @@ def draw_line(axes, line: Line, colour: str) -> "Line2D":
     means = [sum(values) / len(values) for values in line.seeds]
     dashes = (0, (3, 2)) if line.control else "-"
     width = 1.1 if line.control else 1.8
-    (drawn,) = axes.plot(line.x, means, color=colour, linestyle=dashes, linewidth=width, label=line.name)
+    marker = "o" if len(line.x) < 5 and not line.control else None  # a line of one point would be invisible
+    (drawn,) = axes.plot(
+        line.x, means, color=colour, linestyle=dashes, linewidth=width, marker=marker, markersize=4, label=line.name
+    )
     if max(map(len, line.seeds)) > 1:
         low, high = map(min, line.seeds), map(max, line.seeds)
         axes.fill_between(line.x, list(low), list(high), color=colour, alpha=0.18, linewidth=0)

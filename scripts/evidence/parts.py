@@ -13,7 +13,7 @@ from scripts.bench import common
 
 PICTURES = common.ROOT / "model_cards" / "evidence"
 PREPARE = "python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus"
-ADD_PARTS = "caches contexts seeds methods models lines learning_rates ablation"
+ADD_PARTS = "caches contexts lengths seeds methods models lines learning_rates ablation"
 NOT_OF_PARTS = {*ADD_PARTS.split(), "minutes", "at_once"}  # options that do not affect a part
 DAY = 24 * 60.0  # minutes
 
