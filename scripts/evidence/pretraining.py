@@ -310,12 +310,12 @@ def describe(row, length):
 def trend(rows):
     """Yield how the difference in training loss from the first model develops: its means over fifths of the steps.
 
-    Models of one seed read the same batches in the same order.
+    Models of one seed read the same batches in the same order. Trainings of less than five steps are left out.
     """
     first = {row["seed"]: row for row in rows if row["model"] == rows[0]["model"]}
     for row in rows:
         other = first.get(row["seed"], row)
-        if row is not other and len(row["training_losses"]) == len(other["training_losses"]):
+        if row is not other and 5 <= len(row["training_losses"]) == len(other["training_losses"]):
             difference = np.subtract(row["training_losses"], other["training_losses"])
             parts = [part.mean() for part in np.array_split(difference, 5)]
             yield {"model": row["model"], "first": other["model"], "parts": parts}
@@ -353,7 +353,8 @@ def table(result):
     )
     parts = [text, common.markdown([describe(row, length) for row in rows], template)]
     if len(best := best_rate(rows)) > 1:
-        parts.append(common.markdown(list(trend(best)), TREND))
+        if found := list(trend(best)):
+            parts.append(common.markdown(found, TREND))
         parts.append(common.markdown(list(tests(best, length)), TESTS))
     return "\n\n".join(parts)
 

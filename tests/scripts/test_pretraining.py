@@ -96,6 +96,16 @@ def result_of(module, options, tmp_path):
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.filterwarnings("ignore:.*claims to support only")
+def test_a_trend_compares_models_at_equal_steps_of_one_seed(load):
+    """A training of less than five steps is not compared."""
+    rows = [
+        {"model": model, "seed": seed, "training_losses": [seed + slope * step for step in range(steps)]}
+        for model, seed, slope, steps in [("a", 0, 0, 10), ("a", 1, 0, 4), ("b", 0, 1, 10), ("b", 1, 1, 4)]
+    ]
+    (found,) = load("pretraining").trend(rows)
+    assert found == {"model": "b", "first": "a", "parts": [0.5, 2.5, 4.5, 6.5, 8.5]}
+
+
 def test_models_are_trained_and_compared(pretraining, tmp_path, capsys, monkeypatch):
     options = f"--set {SIZES}"
     rows = result_of(pretraining, options, tmp_path)
