@@ -2,6 +2,9 @@
 
 import importlib
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,6 +44,18 @@ def load(load_script, monkeypatch):
     common = load_script("bench.common")
     monkeypatch.setattr(common, "in_fresh_process", lambda function, *args: function(*args))
     return lambda name: load_script(f"bench.{name}")
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_host_time(tmp_path):
+    """In a fresh interpreter, because this one interprets kernels. FoX calls fewer operators than a Llama."""
+    pytest.importorskip("triton")
+    output, environment = tmp_path / "x.json", {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "scripts.bench.host_time", "--layers", "1", "--rounds", "1", "--output", output]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    llama, fox, pro = json.loads(output.read_text())["rows"]
+    assert max(fox["operators"], pro["operators"]) < llama["operators"]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # from numpy in the interpreter
