@@ -10,6 +10,7 @@ import contextlib
 import threading
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, library
@@ -19,6 +20,7 @@ from .tiles_fox import Tile
 from .torch_internals_fox import FakeTensor, FunctionalTensor
 
 
+driver: Any = None if triton is None else triton.runtime.driver
 MAX_PLANS = 1024  # a layout is a few hundred bytes
 
 
@@ -87,7 +89,7 @@ class Plan:
         ]
         values = [*tensors, *memory, *self.numbers]
         with on(device):
-            stream = None if INTERPRETED.value else triton.runtime.driver.active.get_current_stream(device.index)
+            stream = None if INTERPRETED.value else driver.active.get_current_stream(device.index)
             for run, pick in self.launches:
                 run(stream, *pick(values))
         return self.outputs(values)
