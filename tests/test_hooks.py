@@ -56,6 +56,12 @@ HOOKS = [
         "no kernel of ours under a transform of torch.func",
     ),
     (
+        "packed_metadata",
+        "triton.compiler.compiler:CompiledKernel",
+        "stream, self.function, self.packed_metadata, launch_metadata",
+        "a launch of a kernel is repeated",
+    ),
+    (
         "is_in_torch_dispatch_mode",
         "torch.utils._python_dispatch",
         "def is_in_torch_dispatch_mode(",
