@@ -188,6 +188,14 @@ def versions():
     return numbers
 
 
+def process_seconds():
+    """Return the seconds since this process started, or None on a system other than Linux."""
+    if sys.platform != "linux":
+        return None
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 def place(result):
     """Return a one-line description of a result's machine."""
     packages = [f"{name} {result['versions'][name]}" for name in ("torch", "triton") if name in result["versions"]]
@@ -285,7 +293,10 @@ def save(path, result):
 
 
 def run(parser, measure, table, arguments=None):
-    """Measure, write and print the result, or print a file's table. Rows are printed to stderr when measured."""
+    """Measure, write and print the result, or print a file's table. Rows are printed to stderr when measured.
+
+    "first_row_seconds" of the result is the time from the start of the process to the first row.
+    """
     args = parser.parse_args(arguments)
     if args.table is not None:
         result = json.loads(args.table.read_text())
@@ -294,6 +305,7 @@ def run(parser, measure, table, arguments=None):
     result = describe_run(parser, args, arguments)
     for row in measure(args):
         result["settings"] = {key: x for key, x in vars(args).items() if key not in NO_SETTINGS}
+        result.setdefault("first_row_seconds", process_seconds())
         result["rows"].append(row)
         save(args.output, result)
         print(row, file=sys.stderr, flush=True)

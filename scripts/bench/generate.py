@@ -1,14 +1,14 @@
 """Prefill and decoding speed of FoX (LLaMA) and FoX (Pro), compared with transformers' Llama of the same size.
 
-    python -m scripts.bench.generate [--context 2048] [--cache dynamic|static] [--device cpu|cuda] [--dtype float32]
+    python -m scripts.bench.generate [--layers 8] [--context 2048] [--cache dynamic|static] [--device cpu|cuda]
 
 The models have random weights, the same width and depth, and within 1 % the same number of parameters: FoX (Pro) has a
 narrower MLP, which offsets its output gate. A round reads a prompt of --context tokens and decodes --tokens more.
 Results are tokens per second, medians over rounds, in which each FoX alternates with the Llama; ratios are medians of
-the per-round ratio to the Llama. Rows are written as they are measured, the Llama's first. With --cache static,
-`generate` decodes, and transformers compiles its step on a GPU. Cache bytes refer to a DynamicCache. Operations are
-ATen operations per decoding step. --attention applies to FoX: auto means our kernels for long calls on a GPU, SDPA
-otherwise.
+the per-round ratio to the Llama. A model is built and compiled after the previous model's row is written, the Llama
+first. With --cache static, `generate` decodes, and transformers compiles its step on a GPU. Cache bytes refer to a
+DynamicCache. Operations are ATen operations per decoding step. --attention applies to FoX: auto means our kernels for
+long calls on a GPU, SDPA otherwise.
 """
 
 import torch
@@ -21,11 +21,12 @@ from scripts.bench import common
 
 
 TABLE = """
-| model | parameters | prefill tokens/s | prefill to Llama | decode tokens/s | decode to Llama | cache bytes a token |\
- operations a step |
-| {name} | {millions:.1f} M | {prefill_tokens_per_s:.0f} | {prefill_to_llama:.2f}x | {decode_tokens_per_s:.1f} |\
- {decode_to_llama:.2f}x | {cache_bytes_per_token} | {operations_per_step} |
+| model | layers | parameters | prefill tokens/s | prefill to Llama | decode tokens/s | decode to Llama |\
+ cache bytes a token | operations a step |
+| {name} | {layers} | {millions:.1f} M | {prefill_tokens_per_s:.0f} | {prefill_to_llama:.2f}x |\
+ {decode_tokens_per_s:.1f} | {decode_to_llama:.2f}x | {cache_bytes_per_token} | {operations_per_step} |
 """
+WARM_UP = 4  # tokens of `generate` before the timed ones: each call reads the prompt and records a CUDA graph
 
 
 def make_configs(sizes, mlp, context):
@@ -39,19 +40,21 @@ def make_configs(sizes, mlp, context):
     }
 
 
-def make_models(args):
+def make_models(args, layers):
+    """Yield each model's name and the model, which is not built earlier."""
     sizes = dict(
         vocab_size=args.vocab,
         hidden_size=args.hidden,
-        num_hidden_layers=args.layers,
+        num_hidden_layers=layers,
         num_attention_heads=args.hidden // args.head_dim,
-        max_position_embeddings=args.context + args.tokens + 1,
+        max_position_embeddings=args.context + args.tokens + WARM_UP,
     )
     configs = make_configs(sizes, args.hidden * 8 // 3 // 64 * 64, args.context)
     torch.manual_seed(0)
-    with torch.device(args.device):
-        models = {name: AutoModelForCausalLM.from_config(config) for name, config in configs.items()}
-    return {name: model.to(getattr(torch, args.dtype)).eval() for name, model in models.items()}
+    for name, config in configs.items():
+        with torch.device(args.device):
+            model = AutoModelForCausalLM.from_config(config)
+        yield name, model.to(getattr(torch, args.dtype)).eval()
 
 
 @torch.no_grad()
@@ -66,9 +69,7 @@ def operations_of_a_step(model, token):
 
 @torch.no_grad()
 def measure(args):
-    models, caches = make_models(args), {}
-    for name in ("FoX (LLaMA)", "FoX (Pro)"):
-        models[name].set_attn_implementation(args.attention)
+    models, caches = {}, {}
     ids = torch.randint(0, args.vocab, (1, args.context), generator=torch.Generator().manual_seed(0)).to(args.device)
 
     def prefill(name):
@@ -93,7 +94,7 @@ def measure(args):
         return common.timed(steps, step(token), device=args.device)[0] / args.tokens
 
     def decode_static(name):
-        """Return seconds per token of `generate` with a static cache, without the first token and the prompt."""
+        """Return seconds per token of `generate` with a static cache, after the first WARM_UP tokens."""
         greedy = dict(do_sample=False, eos_token_id=None, pad_token_id=0, cache_implementation="static")
 
         def generate(tokens):
@@ -101,29 +102,35 @@ def measure(args):
                 lambda: models[name].generate(ids, max_new_tokens=tokens, **greedy), device=args.device
             )
 
-        return (generate(1 + args.tokens)[0] - generate(1)[0]) / args.tokens
+        return (generate(WARM_UP + args.tokens)[0] - generate(WARM_UP)[0]) / args.tokens
 
     phases = {"prefill": prefill, "decode": decode if args.cache == "dynamic" else decode_static}
-    for name, model in models.items():
-        pair = dict.fromkeys(["Llama", name])
-        turns = {(phase, x): lambda phase=phase, x=x: phases[phase](x) for phase in phases for x in pair}
-        seconds = common.alternate(turns, args.rounds)
-        (cache,) = caches[name].values()
-        nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // cache.get_seq_length()
-        (row,) = common.rows_relative_to_llama({name: model}, {name: nbytes}, seconds)
-        yield row | {"operations_per_step": operations_of_a_step(model, ids[:, :1])}
+    for layers in args.layers:
+        torch.compiler.reset()
+        models.clear()
+        for name, model in make_models(args, layers):
+            models[name] = model
+            if name != "Llama":
+                model.set_attn_implementation(args.attention)
+            pair = dict.fromkeys(["Llama", name])
+            turns = {(phase, x): lambda phase=phase, x=x: phases[phase](x) for phase in phases for x in pair}
+            seconds = common.alternate(turns, args.rounds)
+            (cache,) = caches[name].values()
+            nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // cache.get_seq_length()
+            (row,) = common.rows_relative_to_llama({name: model}, {name: nbytes}, seconds)
+            yield row | {"layers": layers, "operations_per_step": operations_of_a_step(model, ids[:, :1])}
 
 
 def table(result):
     s = result["settings"]
-    rows = [{"millions": row["parameters"] / 1e6, **row} for row in result["rows"]]
+    rows = [{"layers": s["layers"], "millions": row["parameters"] / 1e6, **row} for row in result["rows"]]
     cache = s.get("cache", "dynamic")
-    text = f"{s['layers']} layers of width {s['hidden']}, context {s['context']}, {s['dtype']}, {cache} cache."
+    text = f"Width {s['hidden']}, context {s['context']}, {s['dtype']}, {cache} cache."
     return f"{text}\n\n{common.markdown(rows, TABLE)}"
 
 
 def main(arguments=None):
-    sizes = {"context": 2048, "tokens": 32, "hidden": 768, "layers": 8, "head_dim": 64, "vocab": 8192}
+    sizes = {"context": 2048, "tokens": 32, "hidden": 768, "layers": [8], "head_dim": 64, "vocab": 8192}
     parser = common.make_parser(
         __spec__.name, __doc__, **sizes, rounds=7, device="cpu", dtype="float32", attention="auto"
     )

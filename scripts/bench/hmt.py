@@ -4,15 +4,15 @@
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt step --rounds 40
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt memory --lengths 10000 100000 1000000
 
-`speed` compares the modes with the official code's loop, which calls the causal LM twice per segment, with key/value
-cache, all hidden states and all logits, and stores the memories on the CPU. `windows` is the backbone alone, in
-windows of one segment; `cuda_graphs` is measured on a GPU only. Tasks are reading --tokens with all logits and with
-the last logits, a training step (with the last logits, as in Trainer), and decoding token by token: the median step of
-a segment, and its slowest position. On a CPU, we measure the process's CPU time. `step` compares a decoding step of a
-Llama of one layer with the same step through HMT. The difference is HMT's own time, because HMT adds it once per step,
-whatever the number of layers. `memory` streams a token file from
-disk in chunks. It reports the peak resident memory at each length, and the CPU memory added by the loss of all tokens
-in one call.
+`speed` compares each mode with the official code's loop in turn, and writes its row before the next mode begins. The
+loop calls the causal LM twice per segment, with key/value cache, all hidden states and all logits, and stores the
+memories on the CPU. `windows` is the backbone alone, in windows of one segment; `cuda_graphs` is measured on a GPU
+only. Tasks are reading --tokens with all logits and with the last logits, a training step (with the last logits, as in
+Trainer), and decoding token by token: the median step of a segment, and its slowest position. On a CPU, we measure the
+process's CPU time. `step` compares a decoding step of a Llama of one layer with the same step through HMT. The
+difference is HMT's own time, because HMT adds it once per step, whatever the number of layers. `memory` streams a
+token file from disk in chunks. It reports the peak resident memory at each length, and the CPU memory added by the
+loss of all tokens in one call.
 """
 
 import statistics
@@ -56,9 +56,9 @@ CHUNK = 8192  # tokens per chunk in `memory`
 STEPS = 100  # decoding steps per round in `step`
 
 
-def build(size, recall_mode, args, segment_length=222):
-    """Return a wrapper around a random Llama, in eval mode on args.device."""
-    width, layers, heads, inner, vocabulary = SIZES[size]
+def make_backbone(args):
+    """Return a random Llama, in eval mode on args.device."""
+    width, layers, heads, inner, vocabulary = SIZES[args.size]
     config = LlamaConfig(
         hidden_size=width,
         num_hidden_layers=layers,
@@ -69,7 +69,11 @@ def build(size, recall_mode, args, segment_length=222):
     )
     torch.manual_seed(0)
     with torch.device(args.device):
-        backbone = LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
+        return LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
+
+
+def wrap(backbone, recall_mode, args, segment_length=222):
+    """Return a wrapper around the backbone, which is not copied."""
     hmt = HMTConfig(segment_length=segment_length, sensory_tokens=args.sensory_tokens, recall_mode=recall_mode)
     return HMTWrapper.from_backbone(backbone, hmt)
 
@@ -103,7 +107,8 @@ def official_loop(model, ids):
 def speed(args):
     """Yield microseconds per token for the official loop and every mode."""
     for length in args.segment_lengths:
-        models = {mode: build(args.size, mode, args, length) for mode in ("paper", "single_pass")}
+        backbone = make_backbone(args)
+        models = {mode: wrap(backbone, mode, args, length) for mode in ("paper", "single_pass")}
         vocabulary = models["paper"].config.vocab_size
         ids = torch.randint(vocabulary, (1, length * max(2, args.tokens // length)), device=args.device)
 
@@ -113,11 +118,11 @@ def speed(args):
         readers = {mode: (lambda model=model, ids=ids: model(ids)) for mode, model in models.items()}
         last = {mode: (lambda model=model, ids=ids: model(ids, logits_to_keep=1)) for mode, model in models.items()}
 
-        def windows(ids=ids, backbone=models["paper"].backbone, length=length):
+        def windows(ids=ids, backbone=backbone, length=length):
             return [backbone(x) for x in ids.split(length, 1)]
 
         if args.device == "cuda":
-            captured = build(args.size, "single_pass", args, length)
+            captured = wrap(backbone, "single_pass", args, length)
             captured.configure(cuda_graphs=True)
             readers["cuda_graphs"] = lambda captured=captured, ids=ids: captured(ids)
             last["cuda_graphs"] = lambda captured=captured, ids=ids: captured(ids, logits_to_keep=1)
@@ -146,9 +151,10 @@ def speed(args):
 
 
 def compare(task, readers, length, ids, args):
-    """Yield the rows of one task."""
-    seconds = common.time_in_turn(readers, args.rounds, device=args.device, clock=clock(args))
-    for name in readers:
+    """Yield the rows of one task; each reader alternates with the official loop."""
+    for name, reader in readers.items():
+        pair = {"official loop": readers["official loop"], name: reader}
+        seconds = common.time_in_turn(pair, args.rounds, device=args.device, clock=clock(args))
         row = {"segment_length": length, "task": task, "name": name}
         row["us_per_token"] = 1e6 * statistics.median(seconds[name]) / ids.numel()
         yield row | {"to_official": common.median_ratio(seconds["official loop"], seconds[name])}
@@ -187,7 +193,7 @@ def decode(model, length, args):
 @torch.no_grad()
 def step(args):
     """Yield microseconds per decoding step of a backbone, and of an HMT around it, in the fastest of the rounds."""
-    model = build(args.size, "single_pass", args, segment_length=512)
+    model = wrap(make_backbone(args), "single_pass", args, segment_length=512)
     ids = torch.randint(model.config.vocab_size, (1, 512 + STEPS + 1), device=args.device)
     states = {
         "Llama": DynamicCache(config=model.backbone.config),
@@ -216,7 +222,7 @@ def step(args):
 
 def memory(args):
     """Yield the peak resident (and device) memory in MB while a token file is read with a state."""
-    model = build(args.size, "single_pass", args)
+    model = wrap(make_backbone(args), "single_pass", args)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
         generator = np.random.default_rng(0)

@@ -6,10 +6,12 @@ The model is a FoX (Pro) with random weights, whose heads have decay times of 2 
 cached context is synthetic: normalized random keys, random values, gates scattered around their biases. Tolerance 0
 drops nothing: it shows the gain from not copying the cache for every token, and its logits are the reference (in the
 full cache, the float32 sum of log f loses resolution as it falls). A static cache has tensors of constant shapes; on a
-GPU, its step is compiled with CUDA graphs. Caches alternate token by token; results are medians over --tokens.
+GPU, its step is compiled with CUDA graphs. Each cache is filled, alternates with a full cache token by token, and
+writes its row before the next cache is filled, the static ones last; results are medians over --tokens.
 --attention auto means our kernels for long calls on a GPU.
 """
 
+import itertools
 import math
 import statistics
 
@@ -40,9 +42,10 @@ def make_model(args):
         decay_time_min=fastest,
         decay_time_max=slowest,
     )
-    model = FoxForCausalLM(config)
+    with torch.device(args.device):
+        model = FoxForCausalLM(config).to(getattr(torch, args.dtype)).eval()
     model.set_attn_implementation(args.attention)
-    return model.to(args.device, getattr(torch, args.dtype)).eval()
+    return model
 
 
 def fill(caches, model, length):
@@ -71,41 +74,42 @@ def measure(args):
     model = make_model(args)
     for length in args.contexts:
         slots = 1024 * math.ceil((length + 1 + args.tokens) / 1024)
-        pruned = {f"tolerance {tolerance:g}": PrunedCache(model, tolerance) for tolerance in (0.0, *args.tolerances)}
-        for tolerance in args.tolerances:
-            pruned[f"tolerance {tolerance:g}, static"] = PrunedCache(model, tolerance, max_cache_len=slots)
-        caches = {"full cache": DynamicCache(config=model.config), **pruned}
-        fill(caches.values(), model, length)
-        for cache in pruned.values():
-            cache.prune()
-        sizes = {name: megabytes(cache) for name, cache in caches.items()}
-        logits = {name: [torch.zeros(model.config.vocab_size)] for name in caches}
+        tokens = torch.randint(model.config.vocab_size, (1 + args.tokens, 1, 1))
         torch.compiler.reset()
         compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False)
+        exact = None  # logits with tolerance 0
+        for size, tolerance in [(None, 0.0), *itertools.product((None, slots), args.tolerances)]:
+            name = f"tolerance {tolerance:g}{', static' if size else ''}"
+            cache = PrunedCache(model, tolerance, max_cache_len=size)
+            caches = {"full cache": DynamicCache(config=model.config), name: cache}
+            fill(caches.values(), model, length)
+            cache.prune()
+            sizes = {x: megabytes(caches[x]) for x in caches}
+            logits = {x: [] for x in caches}
 
-        def decode(name, caches=caches, logits=logits, compiled=compiled):
-            """Return the seconds to decode one token; all caches get the token that the last cache predicts."""
-            token = logits[list(caches)[-1]][-1].argmax().reshape(1, 1).to(model.device)
-            step = compiled if args.device == "cuda" and caches[name].is_compileable else model
-            read = lambda: step(token, cache=caches[name]).logits[0, -1].float().cpu()  # noqa: E731
-            seconds, last = common.timed(read, device=args.device)
-            logits[name].append(last)
-            return seconds
+            def decode(name, caches=caches, logits=logits, tokens=tokens, compiled=compiled):
+                """Return the seconds to decode one token; all caches get the same tokens."""
+                step = compiled if args.device == "cuda" and caches[name].is_compileable else model
+                token = tokens[len(logits[name])].to(model.device)
+                read = lambda: step(token, cache=caches[name]).logits[0, -1].float().cpu()  # noqa: E731
+                seconds, last = common.timed(read, device=args.device)
+                logits[name].append(last)
+                return seconds
 
-        turns = {name: lambda name=name, decode=decode: decode(name) for name in caches}
-        seconds = common.alternate(turns, args.tokens)
-        for name, cache in caches.items():
-            changes = [(a - b).abs().max().item() for a, b in zip(logits[name], logits["tolerance 0"])]
-            dropped = cache.dropped.float().mean().item() / int(cache.get_seq_length()) if name in pruned else 0.0
-            yield {
-                "context": length,
-                "cache": name,
-                "dropped": dropped,
-                "cache_mb": sizes[name],
-                "tokens_per_s": 1 / statistics.median(seconds[name]),
-                "speed_to_full": common.median_ratio(seconds["full cache"], seconds[name]),
-                "largest_change_of_logits": max(changes),
-            }
+            turns = {x: lambda x=x, decode=decode: decode(x) for x in caches}
+            seconds = common.alternate(turns, args.tokens)
+            names, exact = ([name], exact) if exact else (list(caches), logits[name])
+            for x in names:
+                dropped = cache.dropped.float().mean().item() / int(cache.get_seq_length()) if x == name else 0.0
+                yield {
+                    "context": length,
+                    "cache": x,
+                    "dropped": dropped,
+                    "cache_mb": sizes[x],
+                    "tokens_per_s": 1 / statistics.median(seconds[x]),
+                    "speed_to_full": common.median_ratio(seconds["full cache"], seconds[x]),
+                    "largest_change_of_logits": max((a - b).abs().max().item() for a, b in zip(logits[x], exact)),
+                }
 
 
 def table(result):

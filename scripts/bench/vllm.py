@@ -54,7 +54,7 @@ def serve(pipe, folder, args):
 
 
 def measure(args):
-    models = make_models(argparse.Namespace(**vars(args) | {"device": "cpu"}))
+    models = dict(make_models(argparse.Namespace(**vars(args) | {"device": "cpu"}), args.layers))
     ids = torch.randint(3, args.vocab, (args.requests, args.context), generator=torch.Generator().manual_seed(0))
     long, short = [ids[0].tolist()], ids[:, : args.context // 4].tolist()
     pipes, processes, cache_bytes = {}, [], {}

@@ -103,6 +103,59 @@ def test_all_gpu_benchmarks_dry_run(load, tmp_path, capsys, monkeypatch):
     assert rows["pruned"]["tail"] == "begun" and "| -9 |" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["generate", "generate --cache static", "pruned", "hmt speed"])
+@torch.compiler.set_stance("force_eager")
+def test_the_first_row_is_written_before_anything_else_is_built_or_measured(load, name, tmp_path, monkeypatch):
+    module, common, events = load(name.split()[0]), load("common"), []
+    builder = {"pruned": (module, "PrunedCache"), "hmt speed": (module, "LlamaForCausalLM")}
+    places = {
+        "built": builder.get(name) or (module.AutoModelForCausalLM, "from_config"),
+        "measured": (common, "alternate"),
+        "written": (common, "save"),
+    }
+    for event, (owner, attribute) in places.items():
+        function = getattr(owner, attribute)
+        spy = lambda *args, f=function, x=event, **kwargs: events.append(x) or f(*args, **kwargs)  # noqa: E731
+        monkeypatch.setattr(owner, attribute, spy)
+    module.main([*name.split()[1:], *TINY[name].split(), "--output", str(tmp_path / "x.json")])
+    assert events[:3] == ["built", "measured", "written"]
+
+
+def test_a_killed_part_retains_its_first_row(load, tmp_path, monkeypatch):
+    """The second part fails without a row. The file of the first one is then not taken for its own."""
+    module = load("gpu.all")
+    codes = {
+        "generate": """
+import os, signal
+from scripts.bench import common
+
+def measure(args):
+    yield {"row": 1}
+    os.kill(os.getpid(), signal.SIGKILL)
+
+common.run(common.make_parser("x", ""), measure, str)
+""",
+        "pruned": "raise SystemExit(3)",
+    }
+    output = str(tmp_path / "part.json")
+    monkeypatch.setattr(
+        module, "make_command", lambda part, *_: [sys.executable, "-c", codes[part], "--output", output]
+    )
+    assert module.main(f"--device cpu --parts generate pruned --output {tmp_path}/gpu_all.json".split()) == 1
+    killed, failed = json.loads((tmp_path / "gpu_all.json").read_text())["rows"]
+    part = json.loads(Path(output).read_text())
+    assert part["rows"] == [{"row": 1}] and killed["status"] == module.KILLED
+    assert killed["rows"] == 1 and part["first_row_seconds"] == killed["first_row_seconds"]
+    assert 0 < part["first_row_seconds"] < killed["seconds"] + 1
+    assert failed["status"] == 3 and failed["rows"] == 0 and "first_row_seconds" not in failed
+
+
+def test_in_eleven_minutes_decoding_and_hmt_have_75_seconds_each(load):
+    parts = load("gpu.all").PARTS
+    seconds = {name: 11 * 60 * part.share / sum(x.share for x in parts.values()) for name, part in parts.items()}
+    assert all(seconds[name] >= 75 for name, part in parts.items() if not part.takes_minutes)
+
+
 def test_contenders_take_turns_and_the_first_round_warms_up(load):
     calls = []
     contenders = {name: lambda name=name: calls.append(name) or float(len(calls)) for name in "ab"}

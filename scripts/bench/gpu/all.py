@@ -3,13 +3,16 @@
     python -m scripts.bench.gpu.all [--minutes 25] [--output FOLDER/gpu_all_cuda.json] [--parts tests gpu_step ...]
 
 Each part is a process with a time limit: its share of the remaining time. It writes PART_cuda.json next to --output,
-row by row, so that a killed part retains its rows. This script's JSON records each part's exit status, and the last
+row by row, the cheapest row first, so that a killed part retains its rows. The last two parts choose their rows by
+their limits, so they come after the others. At --minutes 11, each of the others has at least 75 seconds. This script's
+JSON records each part's exit status, its number of rows, the seconds from its start to its first row, and the last
 lines of failed parts. `python -m scripts.bench.tables` adds all of them to the results page. `--device cpu` is a dry
 run with tiny sizes.
 """
 
 import collections
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -25,8 +28,9 @@ from scripts.bench import common
 
 
 TABLE = """
-| part | seconds | limit | exit status | tests passed | failed | skipped | last lines |
-| `{command}` | {seconds:.0f} | {limit:.0f} | {status} | {passed} | {failed} | {skipped} | {tail} |
+| part | seconds | limit | rows | first row, s | exit status | tests passed | failed | skipped | last lines |
+| `{command}` | {seconds:.0f} | {limit:.0f} | {rows} | {first_row_seconds:.0f} | {status} | {passed} | {failed} |\
+ {skipped} | {tail} |
 """
 TESTS = ("tests/fox/test_triton_fox_gpu.py", "tests/hmt/test_hmt_cuda_graphs_gpu.py")
 KILLED = -signal.SIGKILL  # exit status of a part that reached its limit
@@ -43,13 +47,12 @@ class Part(NamedTuple):
     takes_minutes: bool = False
 
 
-DECODING = ("--dtype bfloat16 --hidden 2048 --layers 16 --head-dim 128 --vocab 32000 --context 1024 --tokens 64 "
+DECODING = ("--dtype bfloat16 --hidden 2048 --layers 4 16 --head-dim 128 --vocab 32000 --context 1024 --tokens 64 "
             "--rounds 2", "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64")  # fmt: skip
 PARTS = {
     "tests": Part(4, "pytest", "", ""),
-    "gpu_step": Part(5, "bench.gpu.step", "", "--rounds 1", takes_minutes=True),
     "generate": Part(3, "bench.generate", *DECODING),
-    "generate_static": Part(5, "bench.generate --cache static", *DECODING),
+    "generate_static": Part(6, "bench.generate --cache static", *DECODING),
     "hmt_speed": Part(
         4,
         "bench.hmt speed",
@@ -57,12 +60,13 @@ PARTS = {
         "--size tiny --tokens 32 --segment-lengths 16 --sensory-tokens 4 --rounds 1",
     ),
     "pruned": Part(
-        1.5,
+        3,
         "bench.pruned",
         "--dtype bfloat16 --contexts 16384 65536 --tolerances 1e-4",
         "--contexts 64 --tolerances 1e-2 --tokens 2 --layers 1 --heads 2",
     ),
-    "gpu_check": Part(2.5, "bench.gpu.check", "", "--minutes 0", takes_minutes=True),
+    "gpu_step": Part(3, "bench.gpu.step", "", "--rounds 1", takes_minutes=True),
+    "gpu_check": Part(2, "bench.gpu.check", "", "--minutes 0", takes_minutes=True),
 }
 
 
@@ -105,6 +109,21 @@ def count_tests(file):
     return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
 
 
+def changed_at(file):
+    return file.stat().st_mtime_ns if file.is_file() else None
+
+
+def count_rows(file, earlier):
+    """Return the number of rows of a part's JSON, and the seconds from the part's start to the first row.
+
+    If the part has not changed the file since `earlier`, it has not written any row.
+    """
+    if changed_at(file) == earlier:
+        return {"rows": 0}
+    result = json.loads(file.read_text())
+    return {"rows": len(result["rows"]), "first_row_seconds": result["first_row_seconds"]}
+
+
 def measure(args):
     until, folder = time.monotonic() + 60 * args.minutes, args.output.parent.resolve()
     for place, name in enumerate(args.parts):
@@ -112,6 +131,8 @@ def measure(args):
         limit = (until - time.monotonic()) * shares[0] / sum(shares)
         with tempfile.TemporaryDirectory() as scratch:
             command = make_command(name, args.device, limit, Path(scratch) if name == "tests" else folder)
+            file = Path(command[-1])
+            earlier = changed_at(file)
             begin = time.monotonic()
             status, tail = run_command(command, limit)
             shown = " ".join(["python", *command[1:]]).replace(f"{scratch}/", "").replace(f"{folder}/", "")
@@ -122,7 +143,7 @@ def measure(args):
                 "limit": limit,
                 "status": status,
             }
-            row |= count_tests(Path(scratch) / "tests.xml")
+            row |= count_tests(Path(scratch) / "tests.xml") if name == "tests" else count_rows(file, earlier)
         yield row | ({} if status in SUCCESS[args.device] else {"tail": tail})
 
 
