@@ -62,6 +62,12 @@ HOOKS = [
         "a launch of a kernel is repeated",
     ),
     (
+        "_empty_strided_cuda",
+        "torch._inductor.codegen.wrapper",
+        "empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda",
+        "memory of a repeated launch",
+    ),
+    (
         "is_in_torch_dispatch_mode",
         "torch.utils._python_dispatch",
         "def is_in_torch_dispatch_mode(",

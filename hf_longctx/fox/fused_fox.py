@@ -24,7 +24,7 @@ from .launch_fox import blocks_of, fresh, launch, processors, repeat
 from .state_fox import shift_tokens
 from .tiles_fox import DECODE_ROWS, Tile, padded
 from .torch_internals_fox import is_in_forward_mode
-from .triton_fox import DTYPES, MAX_HEAD_DIM, is_traced, needs_grad, why_not
+from .triton_fox import DTYPES, MAX_HEAD_DIM, empty_output, is_traced, needs_grad, why_not
 
 
 if triton is not None:
@@ -44,16 +44,16 @@ def norm_as_defined(x, weight, eps, gate=None, activation=None):
         y = F.rms_norm(x, x.shape[-1:], weight, eps).to(dtype)
     else:
         y = (F.rms_norm(x, x.shape[-1:], eps=eps) * weight.view(-1, x.shape[-1])).to(dtype)
-    return y if gate is None else y * ACT2FN[activation](gate).view(y.shape)
+    return y if gate is None else y.flatten(2) * ACT2FN[activation](gate)
 
 
-def as_defined(x, weight, gate, k, v, k_weight, share, predecessor, eps, activation):
+def as_defined(x, weight, gate, k, v, k_weight, share, predecessor, head_dim, eps, activation):
     """Plain PyTorch implementation of `launch_fused_norm`."""
-    y = norm_as_defined(x, weight, eps, gate, activation)
     if k is None:
-        return y, None, None
-    k, v = (shift_tokens(z, a, predecessor=predecessor) for z, a in zip((k, v), share.chunk(2, dim=-1)))
-    return y, norm_as_defined(k, k_weight, eps), v
+        return norm_as_defined(x, weight, eps, gate, activation), None, None
+    q, k, v = (y.unflatten(-1, (-1, head_dim)) for y in (x, k, v))
+    k, v = (shift_tokens(y, a, predecessor=predecessor) for y, a in zip((k, v), share.chunk(2, dim=-1)))
+    return tuple(y.transpose(1, 2) for y in (norm_as_defined(q, weight, eps), norm_as_defined(k, k_weight, eps), v))
 
 
 # --- the kernels -----------------------------------------------------------------------------------------------------
@@ -227,10 +227,10 @@ def fused_norm_backward_kernel(
 # --- launches and gradients ------------------------------------------------------------------------------------------
 
 
-def describe(x, weight, gate, k, predecessor, activation):
+def describe(x, weight, gate, k, predecessor, D, activation):
     """Return the tile, the number of blocks, the number of heads, the sizes and the constants for a launch."""
-    (B, T, H, D), Hkv = x.shape, 0 if k is None else k.shape[2]
-    BD = padded(D)
+    B, T = x.shape[:2]
+    H, Hkv, BD = x.shape[2:].numel() // D, 0 if k is None else k.shape[2] // D, padded(D)
     tile = Tile(max(1, ELEMENTS // BD), BD, 4, 1)
     constants = dict(
         D=D, BT=tile.BM, BD=BD, SHIFT=k is not None, INDEXED=predecessor is not None,
@@ -240,11 +240,16 @@ def describe(x, weight, gate, k, predecessor, activation):
     return tile, blocks_of(tile.BM, B * T), H + 2 * Hkv, sizes, constants
 
 
-def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation, dtype):
-    """Run the forward kernel. Return (y, new keys, new values). If k is None, keys and values are None."""
-    tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
-    y = fresh(torch.empty_like(x, dtype=dtype))
-    new_k, new_v = (None if k is None else fresh(torch.empty_like(k)) for _ in range(2))
+def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, successor, D, eps, activation, dtype):
+    """Run the forward kernel. Return (y, new keys, new values). If k is None, keys and values are None.
+
+    See `fused_norm` and, if k is not None, `fused_heads` for the shapes.
+    """
+    tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, D, activation)
+    if k is None:
+        y, new_k, new_v = fresh(torch.empty_like(x if gate is None else gate, dtype=dtype)), None, None
+    else:
+        y, new_k, new_v = (empty_output(z.unflatten(-1, (-1, D)).transpose(1, 2)) for z in (x, k, v))
     launch(
         fused_norm_kernel, blocks * heads, tile,
         x, k, v, weight, k_weight, x if gate is None else gate, share, predecessor, y, new_k, new_v, *sizes, eps,
@@ -254,17 +259,17 @@ def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, succe
 
 
 def launch_fused_norm_backward(
-    dy, dy_k, dy_v, x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation
+    dy, dy_k, dy_v, x, weight, gate, k, v, k_weight, share, predecessor, successor, D, eps, activation
 ):
     """Run the backward kernel. Return the gradients of x, gate, k, v and share, and those of the weights.
 
-    For an absent tensor, the gradient is None. The gradients of the weights, (parts, H + Hkv, D), are not yet summed.
+    For an absent tensor, the gradient is None. The gradients of the weights, (parts, (H + Hkv) * D), are not yet
+    summed.
     """
-    tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
+    tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, D, activation)
     parts = min(blocks, blocks_of(heads, PROGRAMS * processors(x.device)))
-    H, D = x.shape[2:]
     dx, dgate, dk, dv, dshare = (None if y is None else fresh(torch.empty_like(y)) for y in (x, gate, k, v, share))
-    dw = fresh(x.new_empty(parts, H if k is None else H + k.shape[2], D, dtype=torch.float32))
+    dw = fresh(x.new_empty(parts, sum(sizes[-2:]) * D, dtype=torch.float32))
     launch(
         fused_norm_backward_kernel, parts * heads, tile,
         x, k, v, weight, k_weight, x if gate is None else gate, share, predecessor, successor, dy, dy_k, dy_v,
@@ -274,8 +279,8 @@ def launch_fused_norm_backward(
 
 
 def sum_heads(dw, weight):
-    """Return the gradient of a norm weight from those of the heads, (H, D)."""
-    return (dw if weight.numel() == dw.numel() else dw.sum(0)).view(weight.shape).to(weight.dtype)
+    """Return the gradient of a norm weight, (H * D,) or (D,), from those of the heads, (H * D,)."""
+    return dw if dw.shape == weight.shape else dw.view(-1, len(weight)).sum(0)
 
 
 class FusedNorm(Function):
@@ -283,28 +288,32 @@ class FusedNorm(Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        *tensors, eps, activation, _ = arguments
+        *tensors, head_dim, eps, activation, _ = arguments
         ctx.save_for_backward(*tensors)
-        ctx.options = eps, activation
+        ctx.options = head_dim, eps, activation
         return repeat(launch_fused_norm, *arguments)
 
     @staticmethod
     def backward(ctx, *gradients):
-        *inputs, predecessor, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        x, weight, _, k, _, k_weight, _, _, _ = saved
         if not (torch.is_grad_enabled() or is_traced(gradients[0])):
-            gradients = (dy if dy is None else dy.contiguous() for dy in gradients)
-            x, weight, _, k, _, k_weight, _ = inputs
-            arguments = *gradients, *ctx.saved_tensors, *ctx.options
-            dx, dgate, dk, dv, dshare, dw = repeat(launch_fused_norm_backward, *arguments)
-            dw = dw.sum(0)
-            dw_k = None if k is None else sum_heads(dw[x.shape[2] :], k_weight)
-            return dx, sum_heads(dw[: x.shape[2]], weight), dgate, dk, dv, dw_k, dshare, *(None,) * 5
+            if k is None:
+                gradients = gradients[0].contiguous(), None, None
+            else:
+                gradients = (dy.transpose(1, 2).contiguous() for dy in gradients)
+            dx, dgate, dk, dv, dshare, dw = repeat(launch_fused_norm_backward, *gradients, *saved, *ctx.options)
+            dw, dw_k = dw.sum(0), None
+            if k is not None:
+                dw, dw_k = dw.tensor_split((x.shape[2],))
+                dw_k = sum_heads(dw_k, k_weight)
+            return dx, sum_heads(dw, weight), dgate, dk, dv, dw_k, dshare, *(None,) * 6
         with torch.enable_grad():
-            outputs = [y for y in as_defined(*inputs, predecessor, *ctx.options) if y is not None]
+            outputs = [y for y in as_defined(*saved[:-1], *ctx.options) if y is not None]
         gradients, needed = [dy.to(y.dtype) for dy, y in zip(gradients, outputs)], ctx.needs_input_grad[:7]
-        wanted = [x for x, is_needed in zip(inputs, needed) if is_needed]
+        wanted = [x for x, is_needed in zip(saved, needed) if is_needed]
         found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=torch.is_grad_enabled()))
-        return *(next(found) if is_needed else None for is_needed in needed), *(None,) * 5
+        return *(next(found) if is_needed else None for is_needed in needed), *(None,) * 6
 
 
 @lru_cache(maxsize=64)
@@ -313,7 +322,7 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and why_not(1, device=device) is None
 
 
-def can_fuse(*tensors: torch.Tensor) -> bool:
+def can_fuse(head_dim: int, *tensors: torch.Tensor) -> bool:
     """Return whether the fused kernels support a call with these tensors. The first one must be (B, T, ...).
 
     The tensors must be on a GPU, and PyTorch must neither trace nor transform the call. For at most `DECODE_ROWS`
@@ -324,7 +333,7 @@ def can_fuse(*tensors: torch.Tensor) -> bool:
         not torch.compiler.is_compiling()  # checked first, because `has_kernels` would break the graph
         and has_kernels(x.device)
         and x.shape[1] > DECODE_ROWS
-        and x.shape[-1] <= MAX_HEAD_DIM
+        and head_dim <= MAX_HEAD_DIM
         and all(y.dtype in DTYPES for y in tensors)
         and not is_traced(*tensors)
         and not is_in_forward_mode()
@@ -341,29 +350,32 @@ def fused_norm(x, weight, eps: float, gate=None, activation: str | None = None) 
         activation: "sigmoid" or "silu".
 
     Returns:
-        A tensor of the shape of x, in the autocast dtype. Without autocast, it has the dtype of x.
+        A tensor of the shape of the gate, or of x, in the autocast dtype. Without autocast, it has the dtype of x.
     """
-    tensors = [y for y in (x, weight, gate) if y is not None]
+    tensors, head_dim = [y for y in (x, weight, gate) if y is not None], x.shape[-1]
     # Hidden states are not 4D. For them, PyTorch's own kernel is faster, because it has less host overhead.
-    if x.ndim != 4 or weight.numel() not in (x.shape[-1], x.shape[-2] * x.shape[-1]) or not can_fuse(*tensors):
+    if x.ndim != 4 or weight.numel() not in (head_dim, x.shape[2] * head_dim) or not can_fuse(head_dim, *tensors):
         return norm_as_defined(x, weight, eps, gate, activation)
     gate = None if gate is None else gate.contiguous()
     run = FusedNorm.apply if needs_grad(*tensors) else partial(repeat, launch_fused_norm)
     dtype = autocast_dtype(x.device) or x.dtype
-    return run(x.contiguous(), weight, gate, *(None,) * 6, eps, activation, dtype)[0]
+    return run(x.contiguous(), weight, gate, *(None,) * 6, head_dim, eps, activation, dtype)[0]
 
 
-def fused_heads(q, k, v, q_weight, k_weight, eps, share, predecessor=None, successor=None):
+def fused_heads(q, k, v, q_weight, k_weight, head_dim, eps, share, predecessor=None, successor=None):
     """Shift keys and values and normalize queries and keys, in one pass over memory. `can_fuse` must be true.
 
     Args:
-        q: (B, T, Hq, D).
-        k, v: (B, T, Hkv, D), in the dtype of q.
+        q: (B, T, Hq * D).
+        k, v: (B, T, Hkv * D), in the dtype of q.
         q_weight, k_weight: norm weights, both (D,). If each head has its own, they are (Hq * D,) and (Hkv * D,).
         share: (B, T, 2 Hkv) fp32, the weight of the previous token for each key head and each value head.
         predecessor, successor: as in `Call`. Pass both of them or neither.
+
+    Returns:
+        New queries, keys and values, (B, Hq or Hkv, T, D).
     """
     index = (y if y is None else y.expand(len(q), -1) for y in (predecessor, successor))
     q, *rest = (y if y is None else y.contiguous() for y in (q, k, v, k_weight, share, *index))
     run = FusedNorm.apply if needs_grad(q, q_weight, *rest[:4]) else partial(repeat, launch_fused_norm)
-    return run(q, q_weight, None, *rest, eps, None, q.dtype)
+    return run(q, q_weight, None, *rest, head_dim, eps, None, q.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor, library
 
 from .kernels_fox import INTERPRETED, triton
 from .tiles_fox import Tile
-from .torch_internals_fox import FakeTensor, FunctionalTensor
+from .torch_internals_fox import FakeTensor, FunctionalTensor, allocate
 
 
 driver: Any = None if triton is None else triton.runtime.driver
@@ -56,6 +56,7 @@ class Plan:
 
     def __init__(self, tensors: list[Tensor]):
         self.tensors, self.memory, self.launches = tensors, [], []
+        self.kernels: list = []  # held here, because Triton 3.9 unloads a kernel that is no longer in its cache
 
     def finish(self, outputs) -> bool:
         """Replace the recorded tensors by their places. Return whether the plan can be repeated.
@@ -84,11 +85,9 @@ class Plan:
     def run(self, tensors: list[Tensor]) -> tuple:
         """Repeat the call with other tensors of the same layout."""
         device = tensors[0].device
-        memory = [
-            torch.empty_strided(size, strides, dtype=dtype, device=device) for size, strides, dtype in self.memory
-        ]
-        values = [*tensors, *memory, *self.numbers]
         with on(device):
+            memory = [allocate[device.type](*layout) for layout in self.memory]
+            values = [*tensors, *memory, *self.numbers]
             stream = None if INTERPRETED.value else driver.active.get_current_stream(device.index)
             for run, pick in self.launches:
                 run(stream, *pick(values))
@@ -106,7 +105,7 @@ def fresh(x: Tensor) -> Tensor:
     """Return `x`, memory that a launcher has just allocated and that a plan has to allocate, too."""
     if (plan := recording.plan) is not None:
         plan.tensors.append(x)
-        plan.memory.append((x.shape, x.stride(), x.dtype))
+        plan.memory.append((tuple(x.shape), x.stride(), x.dtype))
     return x
 
 
@@ -125,6 +124,7 @@ def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
         else:  # `CompiledKernel.__getitem__` does the same, and calls the hooks of a profiler
             run = partial(compiled.run, programs, 1, 1)
             values = compiled.function, compiled.packed_metadata, None, None, None, *values
+            plan.kernels.append(compiled)
         plan.launches.append((run, values))
 
 

@@ -178,58 +178,64 @@ class FoxAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x, call = hidden_states, call or Call(self.config._attn_implementation)
         past = CachedLayer(cache, self.layer_idx, x.device) if isinstance(cache, Cache) else cache
-        q, k, v = self.project(x)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # (B, T, H * D)
         log_f, share = self.narrow_projections(x, k)  # (B, H or Hkv, T) and (B, T, 2 Hkv), or None
         if share is None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = self.split_heads(q, k, v)
+            q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))
         else:
-            q, k, v = self.shift_and_norm(q, k, v, share, call, past)
-        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
+            q, k, v = self.shift_and_norm(q, k, v, share, call, past)  # (B, H, T, D)
         if position_embeddings is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         o, weights = attend(self, q, k, v, log_f, call, past, **kwargs)  # (B, T, H, D) or wider
         return self.output(x, o), weights
 
-    def project(self, x):
-        """Return queries, keys and values, (B, T, H, D)."""
-        return (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+    def split_heads(self, *tensors):
+        """Reshape the output of projections, (B, T, H * D), to (B, T, H, D)."""
+        return (y.unflatten(-1, (-1, self.head_dim)) for y in tensors)
 
     def narrow_projections(self, x, k):
         """Return the log gates and the shift weights, or None if the layer has none. Use one product if possible."""
         gate: Any = self.f_proj
         shifts: Any = (self.k_shift_proj, self.v_shift_proj)
         if are_ours(gate, *shifts) and gate.kind == "full":
-            product = narrow_linear(x, torch.cat([proj.weight for proj in (gate, *shifts)]))
-            product, share = product.split([len(gate.weight), 2 * k.shape[2]], dim=-1)
-            return gate.log_gates(product), share.float().sigmoid()
-        share = None if shifts == (None, None) else self.shift_weights(x, k)
+            product = narrow_linear(x, torch.cat([proj.weight for proj in (gate, *shifts)])).float()
+            heads = len(gate.bias)
+            product, share = product.split_with_sizes((heads, product.shape[-1] - heads), dim=-1)
+            return gate.log_gates(product), share.sigmoid()
+        share = None if shifts == (None, None) else self.shift_weights(x, k.shape[2] // self.head_dim)
         return None if gate is None else gate(x), share
 
     def shift_and_norm(self, q, k, v, share, call: Call, past: CachedLayer | None):
-        """Apply token shift and QK-norm. The shift of keys and values is a_t prev + (1 - a_t) cur (eq. 14)."""
+        """Apply token shift and QK-norm, (B, T, H * D) -> (B, H, T, D).
+
+        The shift of keys and values is a_t prev + (1 - a_t) cur (eq. 14).
+        """
         norms: Any = (self.q_norm, self.k_norm)
-        before = None if past is None else past.token_before(k)
+        before = None if past is None else past.token_before(k, self.head_dim)
         fused = before is None and call.shard is None and (call.predecessor is None) == (call.successor is None)
-        fused = fused and are_ours(*norms) and can_fuse(q, k, v, *(norm.weight for norm in norms))
+        fused = fused and are_ours(*norms) and can_fuse(self.head_dim, q, k, v, *(norm.weight for norm in norms))
         if fused:
-            options = self.config.qk_norm_eps, share, call.predecessor, call.successor
+            options = self.head_dim, self.config.qk_norm_eps, share, call.predecessor, call.successor
             new = fused_heads(q, k, v, *(norm.weight for norm in norms), *options)
             if past is None:
                 return new
+        q, k, v = self.split_heads(q, k, v)
         kv = torch.cat([k, v], dim=2)  # (B, T, 2 Hkv, D), as in a cache
         if call.shard is not None:
             before = call.shard.token_before(kv)
         if not fused:
             shifted = shift_tokens(kv, share, before, call.predecessor)
-            new = norms[0](q), norms[1](shifted[:, :, : k.shape[2]]), shifted[:, :, k.shape[2] :]
+            q, k, v = norms[0](q), norms[1](shifted[:, :, : k.shape[2]]), shifted[:, :, k.shape[2] :]
+            new = tuple(y.transpose(1, 2) for y in (q, k, v))
         if past is not None:
             past.keep_tokens(kv, before, call)
         return new
 
-    def shift_weights(self, x, k):
+    def shift_weights(self, x, kv_heads):
         """Return the shift weights of keys and values, (B, T, 2 Hkv) fp32. Without a shift, they are 0."""
-        projections = self.k_shift_proj, self.v_shift_proj
-        return torch.cat([k.new_zeros(k.shape[:3]).float() if proj is None else proj(x) for proj in projections], -1)
+        zeros = x.new_zeros(*x.shape[:2], kv_heads, dtype=torch.float32)
+        return torch.cat([zeros if proj is None else proj(x) for proj in (self.k_shift_proj, self.v_shift_proj)], -1)
 
     def output(self, x, o):
         """Normalize, gate and project the output of attention, (B, T, H, D) or wider, to (B, T, hidden)."""
@@ -239,7 +245,7 @@ class FoxAttention(nn.Module):
             return self.o_proj(norm(o).flatten(2))
         gate, activation = self.g_proj(x), self.config.output_gate
         if are_ours(norm):
-            o = fused_norm(o, norm.weight, norm.variance_epsilon, gate, activation).flatten(2)
+            o = fused_norm(o, norm.weight, norm.variance_epsilon, gate, activation)
         else:
             o = norm(o).flatten(2) * ACT2FN[activation](gate)
         return self.o_proj(o)

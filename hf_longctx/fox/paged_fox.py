@@ -60,12 +60,12 @@ def paged_attention(attention, x, position_embeddings, mask, cache, **kwargs) ->
 
     The new tokens are written to their pages. The tokens that attention needs are read from the pages.
     """
-    q, k, v = attention.project(x)
+    q, k, v = attention.split_heads(attention.q_proj(x), attention.k_proj(x), attention.v_proj(x))
     shifted = attention.k_shift_proj is not None or attention.v_shift_proj is not None
     log_f = x.new_zeros(1, k.shape[2], x.shape[1]).float() if attention.f_proj is None else attention.f_proj(x)
     q = attention.q_norm(q).transpose(1, 2)
     if shifted:  # RoPE is then absent, and keys are normalized after they are read
-        weights = attention.shift_weights(x, k).to(k).unflatten(-1, (2, -1)).mT
+        weights = attention.shift_weights(x, k.shape[2]).to(k).unflatten(-1, (2, -1)).mT
         v = torch.cat([v, weights], dim=-1)  # (1, T, Hkv, D + 2)
     k = (k if shifted else attention.k_norm(k)).transpose(1, 2)
     if position_embeddings is not None:

@@ -231,15 +231,15 @@ class CachedLayer:
                 torch.cuda.current_stream(device).wait_stream(cache.prefetch_stream)
                 self.layer.prefetch()
 
-    def token_before(self, k: torch.Tensor) -> torch.Tensor | None:
+    def token_before(self, k: torch.Tensor, head_dim: int) -> torch.Tensor | None:
         """Return the unshifted key and value of the last cached token, (B, 1, 2 Hkv, D). Without one, return None.
 
-        k: the new keys, (B, T, Hkv, D). They determine dtype and device.
+        k: the new keys. They determine dtype and device.
         """
         state = self.layer.conv_states[0] if self.layer.has_previous_state[0] else None  # (B, 2 Hkv D, tokens)
         if state is None or state.shape[-1] == 0:  # the cache was cropped to nothing
             return None
-        return state[..., -1:].to(k).mT.unflatten(2, (-1, k.shape[3]))
+        return state[..., -1:].to(k).mT.unflatten(2, (-1, head_dim))
 
     def keep_tokens(self, kv: torch.Tensor, before: torch.Tensor | None, call: Call) -> None:
         """Store the last tokens for the next call.

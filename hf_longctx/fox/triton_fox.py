@@ -72,7 +72,7 @@ def _bound(bound: Tensor | None, B: int, H: int) -> tuple[Tensor | None, int, in
     return bound, rows, heads
 
 
-def _empty_output(q: Tensor) -> Tensor:
+def empty_output(q: Tensor) -> Tensor:
     """Allocate (B, H, T, D) in the memory order (B, T, H, D). Projections then read it without a copy."""
     B, H, T, D = q.shape
     return fresh(q.new_empty(B, T, H, D).transpose(1, 2))
@@ -151,7 +151,7 @@ def launch_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     B, Hq, Tq, D = q.shape
-    o, lse = _empty_output(q), fresh(q.new_empty(B, Hq, Tq, dtype=torch.float32))
+    o, lse = empty_output(q), fresh(q.new_empty(B, Hq, Tq, dtype=torch.float32))
     tile = tiles_for(q.device, D, q.dtype).forward
     c, e, d, g, _ = split_sum(c, tile.BN, scale if tile.products and logit_bound is not None else None)
     key_start, *s_start = _bound(key_start, B, Hq)
@@ -179,7 +179,7 @@ def launch_backward(
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     do = _readable(do)
-    dq, dk, dv = map(_empty_output, (q, k, v))
+    dq, dk, dv = map(empty_output, (q, k, v))
     tiles = tiles_for(q.device, D, q.dtype)
     c, e, d, _, query_end = split_sum(c, tiles.dq.BN, key_start=key_start)
     dc, rows = fresh(torch.empty_like(c)), fresh(torch.empty_like(lse, dtype=torch.int64))
@@ -240,7 +240,7 @@ def launch_decode(
     n_split = min(max(1, 2 * processors(q.device) // max(1, rows)), blocks_of(tile.BN, Tk))
     o_split = q.new_empty(n_split, B, Hq, Tq, D, dtype=torch.float32)
     lse = q.new_empty(n_split, B, Hq, Tq, dtype=torch.float32)
-    o = _empty_output(q)
+    o = empty_output(q)
     parts, ends = gates.shape[-1], end is not None
     if bound is not None and log_pruning_tolerance is not None:
         options = Tq, 1, tile.BN, gate_scale, bound_scale, log_pruning_tolerance

@@ -1,11 +1,15 @@
 """Plans: a repeated launch gives the bits of the first one, with the tensors of its own call."""
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from budget import DEVICE, draw, runs_triton
 
 from hf_longctx.fox import launch_fox, triton_fox
 from hf_longctx.fox.key_ranges_fox import find_visible_keys
+from hf_longctx.fox.tiles_fox import Tile
 from hf_longctx.fox.triton_fox import triton_attention
 
 
@@ -94,6 +98,44 @@ def test_a_launcher_that_computes_is_called_each_time():
         (c,) = launch_fox.repeat(launcher, x)
         torch.testing.assert_close(c, x.double().cumsum(-1))
     assert len(calls) == 2
+
+
+class Compiled:
+    """A kernel as Triton compiles it. Triton 3.9 unloads it when it is deleted."""
+
+    function = packed_metadata = None
+
+    def __init__(self, launches):
+        self.run = lambda *args: launches.append(args)
+
+
+class Kernel:
+    """A kernel whose cache of compiled kernels is empty after each launch."""
+
+    arg_names = ["x"]
+
+    def __init__(self):
+        self.compiled, self.launches = weakref.WeakSet(), []
+
+    def __getitem__(self, grid):
+        self.compiled.add(compiled := Compiled(self.launches))
+        return lambda *args, **options: compiled
+
+
+def test_a_kernel_lives_as_long_as_its_plan(monkeypatch):
+    kernel, x = Kernel(), torch.zeros(1)
+    monkeypatch.setattr(launch_fox, "INTERPRETED", SimpleNamespace(value=True))  # there is no stream without a driver
+
+    def launcher(x):
+        launch_fox.launch(kernel, 1, Tile(1, 1, 1, 1), x)
+        return x, x
+
+    for _ in range(2):
+        launch_fox.repeat(launcher, x)
+    assert len(kernel.launches) == 1  # the second one
+    assert len(kernel.compiled) == 1
+    launch_fox.PLANS.clear()
+    assert not kernel.compiled
 
 
 def test_a_call_that_failed_is_not_repeated():

@@ -115,13 +115,14 @@ def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
 def launch_fused_norm(kernel, x, shifted):
     """Launch QK-norm after the token shift of packed documents, or a norm with a gate after it."""
     B, T, H, D = x.shape
-    weight, share, index = torch.empty(H, D), torch.empty(B, T, 2 * H), torch.empty(1, T, dtype=torch.int64)
-    shift = (None, x, x, weight, share, index, index) if shifted else (x, *(None,) * 6)
+    weight, share, index = torch.empty(H * D), torch.empty(B, T, 2 * H), torch.empty(1, T, dtype=torch.int64)
+    y = x.flatten(2)
+    inputs = (y, weight, None, y, y, weight, share, index, index) if shifted else (x, weight, y, *(None,) * 6)
     if kernel == "fused_norm":
-        fused_fox.launch_fused_norm(x, weight, *shift, 1e-6, "silu", x.dtype)
+        fused_fox.launch_fused_norm(*inputs, D, 1e-6, "silu", x.dtype)
     else:
         gradients = (x, x, x) if shifted else (x, None, None)
-        fused_fox.launch_fused_norm_backward(*gradients, x, weight, *shift, 1e-6, "silu")
+        fused_fox.launch_fused_norm_backward(*gradients, *inputs, D, 1e-6, "silu")
 
 
 def compile_launch(capability, kernel, tiles, *case):
