@@ -1,7 +1,8 @@
 """Training sequences for head windows: their ends repeat a passage and records that the model has read before.
 
 A model rarely needs distant tokens to predict ordinary text, so text alone would close the windows of the heads that
-retrieve.
+retrieve. What is repeated lies at least half of the sequence back, if there is room: otherwise a window of half of the
+sequence would be enough for these heads, and they would forget it in a longer context.
 """
 
 import math
@@ -114,7 +115,8 @@ class WindowSequences(Dataset):
         rng.shuffle(parts)
         end = [token for part in again for token in part]
         rest = room - 2 * len(passage)
-        cuts = sorted(rng.randrange(rest + 1) for _ in parts)
+        between = min(rest, self.length // 2)  # tokens of text between the last part and the end
+        cuts = sorted(rng.randrange(rest - between + 1) for _ in parts)
         ids = list(self.bos)
         for part, begin, stop in zip([*parts, []], [0, *cuts], [*cuts, rest]):
             ids += self._text(rng, stop - begin) + part

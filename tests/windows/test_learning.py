@@ -1,5 +1,7 @@
 """Learning of windows: the forward pass of a cache, the target share, the state, and the training sequences."""
 
+import bisect
+import itertools
 import math
 
 import pytest
@@ -188,6 +190,11 @@ def test_sequences_repeat_a_passage_and_records():
         words = tokenizer.decode(ids).split()
         numbers = [word.strip("<>.") for word in words if word.strip("<>.").isdigit() and len(word.strip("<>.")) == 5]
         assert sum(numbers.count(number) == 2 for number in set(numbers)) == 4, "four records are repeated"
+        pieces = [tokenizer.decode([token]) for token in ids]
+        text, ends = "".join(pieces), list(itertools.accumulate(map(len, pieces)))
+        for number in set(numbers):
+            first, last = (bisect.bisect(ends, place) for place in (text.find(number), text.rfind(number)))
+            assert first == last or last - first > 300, "a window of a quarter would be enough"
     assert not torch.equal(sequences[0]["input_ids"], sequences[1]["input_ids"])
     with pytest.raises(ValueError, match="must have at least"):
         WindowSequences([{"input_ids": row[:200]} for row in rows], tokenizer, size=1)[0]
