@@ -63,15 +63,16 @@ def test_layers_whose_config_has_the_sliding_window(family):
         train(**batch())
 
 
-def test_open_windows_cost_nothing_and_the_price_closes_them():
-    train = learner(keep=0.3)
+@pytest.mark.parametrize("keep", [0.3, 0.9])
+def test_open_windows_cost_nothing_and_the_price_closes_them(keep):
+    train = learner(keep=keep)
     output = train(**batch())
     assert output["divergence"] < 1e-6 and train.share(train.log2_windows) == 1
     output["loss"].backward()
     assert (train.log2_windows.grad > 0).all(), "the price makes windows smaller"
     price = train.price.item()
     train.end_step()
-    assert train.price > price, "the share is above its target"
+    assert train.price > 1.15 * price, "the share is above its target"
 
 
 def test_the_gradient_opens_a_window_that_hides_what_the_model_needs():
