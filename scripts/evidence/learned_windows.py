@@ -328,9 +328,9 @@ def draw(result, path):
             path,
             f"What a smaller cache retains: copies of {SHOWN:,} tokens",
             panels,
-            across=f"share of the keys that the cache keeps of {SHOWN:,} tokens",
+            across=f"share of {SHOWN:,} keys kept",
             up="copied correctly",
-            notes="lines: mean of all passages, and of both seeds where there are two; areas: range",
+            notes="lines: mean of all passages and runs; areas: range",
             percent=True,
         )
 
