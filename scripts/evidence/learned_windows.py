@@ -43,6 +43,8 @@ from hf_longctx.metrics.run.reader import special_ids
 from hf_longctx.metrics.tasks.lines import draw_record
 from hf_longctx.windows import HeadWindows
 from hf_longctx.windows.groups import kept_keys
+from hf_longctx.windows.layers import attention_layers
+from hf_longctx.windows.learning import own_window
 from scripts.bench import common
 from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import DAY, make_parser, measure_parts, run
@@ -122,9 +124,7 @@ def windows_of(name, keep):
 
 def layer_windows(name):
     """Return the sliding window of each layer of a model; None: it has full attention."""
-    config = load(name)[0].config
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    return [own_window(layer, math.inf) for layer in attention_layers(load(name)[0])]
 
 
 def share(name, keep, context):

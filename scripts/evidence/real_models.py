@@ -28,13 +28,12 @@ from scripts.fetch_model import MODELS
 
 MANIFEST = Path(__file__).with_suffix(".toml")
 RESULTS = {"curve": ForgettingCurve, "loss": PositionLoss, "needle": NeedleGrid, "lines": LineRetrieval}
-COPIED = (1000, 4000)  # tokens to copy of columns
 PARTS = 8  # parts of the context; the loss is averaged in each part
 TABLE = """
 | model | claimed context | fine length | 95 % CI | coarse length | 95 % CI | copied of 1,000 tokens | of 4,000 |\
  in the paper: fine | coarse | loss in the first half | in the second half | needle | lines | RoPE base | RoPE bound |\
  CPU minutes | missing |
-| {model} | {claimed} | {fine} | {fine_interval} | {coarse} | {coarse_interval} | {copied[0]:.1%} | {copied[1]:.1%} |\
+| {model} | {claimed} | {fine} | {fine_interval} | {coarse} | {coarse_interval} | {copied[1000]:.1%} | {copied[4000]:.1%} |\
  {paper_fine} | {paper_coarse} | {loss[0]:.3f} | {loss[1]:.3f} | {needle:.0%} | {lines:.0%} | {bases} | {bounds} |\
  {minutes:.0f} | {missing} |
 """
@@ -120,8 +119,7 @@ def describe(row):
         for method in ("fine", "coarse"):
             low, high = curve.interval(method)[:2]
             cells[f"{method}_interval"] = f"{low} or more" if high is None else f"{low} to {high}"
-        copied = {point.length: point.copy_mean for point in curve.points}
-        cells["copied"] = {place: copied[length] for place, length in enumerate(COPIED) if length in copied}
+        cells["copied"] = {point.length: point.copy_mean for point in curve.points}
     if "loss" in row:
         cells["loss"] = [np.mean(part) for part in np.split(np.array(row["loss"]), 2)]
     for name in ("needle", "lines"):
