@@ -205,7 +205,8 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         self.average.lerp_(self.log2_windows, AVERAGE)
         share = self.share(self.log2_windows)
         excess = (share - self.keep) / (self.keep * (1 - self.keep))
-        self.price.mul_(math.exp(DUAL_RATE * excess)).clamp_(*PRICES)
+        factor = math.exp(min(DUAL_RATE * excess, math.log(PRICES[1] / PRICES[0])))  # a larger one could overflow
+        self.price.mul_(factor).clamp_(*PRICES)
 
     @torch.no_grad()
     def result(self) -> Tensor:

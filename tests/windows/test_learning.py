@@ -75,6 +75,12 @@ def test_open_windows_cost_nothing_and_the_price_closes_them(keep):
     assert train.price > 1.15 * price, "the share is above its target"
 
 
+def test_a_price_far_from_its_target_reaches_its_limit():
+    train = learner(keep=1e-4, context=10**6)
+    train.end_step()
+    assert train.price == 5
+
+
 def test_the_gradient_opens_a_window_that_hides_what_the_model_needs():
     train = learner(keep=0.3)
     with torch.no_grad():
