@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, BitsAndBytesConfig
 
-from ..metrics.run.model import check_decoder, load_language_model, position_limit
+from ..metrics.run.model import check_decoder, load_language_model, position_limit, text_config
 
 
 def read_config(name: str) -> Any:
@@ -68,8 +68,9 @@ def check_length(model, length: int) -> None:
     table = position_limit(model)
     if table is not None and length > table:
         raise ValueError(f"--max_length must be at most {table}, got {length}. This model has {table} positions.")
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and length > limit and getattr(model.config, "rope_parameters", None):
+    config = text_config(model)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and length > limit and getattr(config, "rope_parameters", None):
         raise ValueError(
             f"--max_length must be at most {limit}, got {length}. To extend the model's context first, use --recipe "
             "rope-extend."

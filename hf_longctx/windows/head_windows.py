@@ -91,10 +91,6 @@ class HeadWindows(PushToHubMixin):
             ValueError: the model has another type, or other numbers of layers or key heads.
         """
         layers = attention_layers(model)
-        if any(getattr(getattr(module, "config", None), "model_type", None) == "hmt" for module in model.modules()):
-            raise NotImplementedError(
-                "`model` must be a model without a memory, got an HMT. Its segments need masks that windows do not support."
-            )
         found = layers[0].config.model_type
         if self.model_type not in (None, found):
             raise ValueError(

@@ -27,6 +27,10 @@ def attention_layers(model: nn.Module) -> list[Any]:
             f"`model` must be a transformers model, got {type(model).__name__}. Load one with "
             "AutoModelForCausalLM.from_pretrained."
         )
+    if any(getattr(getattr(module, "config", None), "model_type", None) == "hmt" for module in model.modules()):
+        raise NotImplementedError(
+            "`model` must be a model without a memory, got an HMT. Its segments need masks that windows do not support."
+        )
     found = [module for module in model.modules() if hasattr(module, "num_key_value_groups")]
     layers: list[Any] = sorted(
         (module for module in found if isinstance(getattr(module, "layer_idx", None), int)),

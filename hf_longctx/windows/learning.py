@@ -31,7 +31,7 @@ from .layers import attention_layers, key_heads
 
 SMALLEST = 4  # log2 of the smallest window
 AVERAGE = 0.2  # weight of a step in the moving average of the windows
-DUAL_RATE = 0.15  # relative change of the price in a step if the share differs from `keep` by keep (1 - keep)
+DUAL_RATE = 0.3  # relative change of the price in a step if the share differs from `keep` by keep (1 - keep)
 # Price at the start, as a multiple of the price at which the start is optimal. It is below the price at the end, so
 # that heads that retrieve can first open: with 30 instead of 5, Qwen2.5-Coder-0.5B at a quarter of the cache copied
 # 33 % of a passage after a gap of 1,000 tokens, not 94 %.
@@ -112,6 +112,8 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         self.learned = learned
         self.open = math.log2(max_length)  # log2 of a window that is all keys
         heads = key_heads(self.layers[0])
+        # keys that the model's full cache stores, in units of the context
+        self.stored = heads * sum(min(window or keep_context, keep_context) / keep_context for window in self.sliding)
         device = next(model.parameters()).device
         self.log2_windows = nn.Parameter(torch.full((len(learned), heads), self.open, device=device))
         self.register_buffer("average", self.log2_windows.detach().clone())
@@ -163,7 +165,8 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
             expected = self.log_probs(input_ids, positions)
         found = self.log_probs(input_ids, positions, self.weights())
         divergence = (expected.exp() * (expected - found)).sum(-1)[scored[:, positions]].mean()
-        return {"loss": divergence + self.price * self.interpolated_share(), "divergence": divergence.detach()}
+        loss = divergence + self.price * self.interpolated_shares().mean()
+        return {"loss": loss, "divergence": divergence.detach()}
 
     def log_probs(self, input_ids: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the log-probabilities at some positions, (B, n, V) float32, of the model with windows or without."""
@@ -177,7 +180,9 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         distance = torch.arange(self.length, device=self.log2_windows.device)
         size = self.log2_windows[..., None]
         hard = (distance < 2 ** size.detach().round()).float()
-        smooth = (size - distance.clamp(min=1).log2().floor()).clamp(0, 1)
+        below = size.detach().floor().clamp(SMALLEST, self.open - 1)
+        between = distance.clamp(min=1).log2().floor() == below  # keys that only the larger of two windows keeps
+        smooth = torch.where(between, size - below, 0.0)
         return hard + smooth - smooth.detach()
 
     def shares(self, log2_windows: Tensor) -> Tensor:
@@ -187,35 +192,43 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
 
     def share(self, log2_windows: Tensor) -> float:
         """Return the share of the model's cache that rounded windows keep in the context."""
-        heads = self.log2_windows.shape[1]
-        own = [heads * min(window or self.context, self.context) / self.context for window in self.sliding]
-        kept = self.shares(log2_windows.round().clamp(SMALLEST, self.open)).sum().item()
-        return (kept + sum(own) - self.log2_windows.numel()) / sum(own)
+        return self.share_of_model(self.shares(log2_windows.round().clamp(SMALLEST, self.open)))
 
-    def interpolated_share(self) -> Tensor:
-        """Return the mean share of all learned heads, interpolated between two windows."""
+    def share_of_model(self, shares: Tensor) -> float:
+        """Return the share of the model's cache that is kept if the learned heads keep these shares of the context."""
+        return 1 - (1 - shares.cpu().double()).sum().item() / self.stored
+
+    def interpolated_shares(self) -> Tensor:
+        """Return the share of the context that each learned head keeps, interpolated between two windows."""
         below = self.log2_windows.detach().floor().clamp(SMALLEST, self.open - 1)
         low, high = self.shares(below), self.shares(below + 1)
-        return (low + (self.log2_windows - below) * (high - low)).mean()
+        return low + (self.log2_windows - below) * (high - low)
 
     @torch.no_grad()
     def end_step(self) -> None:
         """Average the windows and change the price, after a step of the optimizer."""
         self.log2_windows.clamp_(SMALLEST, self.open)
         self.average.lerp_(self.log2_windows, AVERAGE)
-        share = self.share(self.log2_windows)
+        share = self.share_of_model(self.interpolated_shares())  # reacts before a rounded window changes
         excess = (share - self.keep) / (self.keep * (1 - self.keep))
         factor = math.exp(min(DUAL_RATE * excess, math.log(PRICES[1] / PRICES[0])))  # a larger one could overflow
         self.price.mul_(factor).clamp_(*PRICES)
 
     @torch.no_grad()
     def result(self) -> Tensor:
-        """Return the averages, scaled by one factor so that the share is at most its target."""
-        low, high = -self.open, self.open
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.share(self.average + middle) > self.keep else (middle, high)
-        return self.average + low
+        """Return the logarithms of the learned windows: the averages plus one summand, rounded.
+
+        The summand rises until the share reaches its target. A window that would then exceed the target does not grow.
+        """
+        average = self.average.cpu().double()
+        sizes = torch.full_like(average, SMALLEST)
+        while True:
+            larger = (sizes + 1).clamp(max=self.open)
+            costs = (self.shares(larger) - self.shares(sizes)) / self.stored
+            fits = (costs > 0) & (self.share(sizes) + costs <= self.keep)
+            if not fits.any():
+                return sizes
+            sizes.view(-1)[torch.where(fits, average - sizes, -torch.inf).argmax()] += 1
 
     def windows(self, log2_windows: Tensor) -> HeadWindows:
         """Return the windows of all layers for the logarithms of those of the learned layers, (layers, Hkv)."""
@@ -238,7 +251,8 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         for sequence in sequences:
             weights = torch.ones(*self.log2_windows.shape, self.length, device=self.log2_windows.device)
             positions = (sequence["labels"][1:] != -100).nonzero()[:, 0]
-            log_probs = self.log_probs(sequence["input_ids"][None], positions, weights.requires_grad_())[0]
+            inputs = [x.to(weights.device) for x in (sequence["input_ids"][None], positions)]
+            log_probs = self.log_probs(*inputs, weights.requires_grad_())[0]
             generator = torch.Generator().manual_seed(count)
             sampled = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(log_probs.device)
             (gradient,) = torch.autograd.grad(log_probs.gather(-1, sampled).sum(), weights)

@@ -5,6 +5,7 @@ retrieve. What is repeated lies at least half of the sequence back, if there is 
 sequence would be enough for these heads, and they would forget it in a longer context.
 """
 
+import itertools
 import math
 import random
 from typing import Any
@@ -92,6 +93,13 @@ class WindowSequences(Dataset):
         self.texts, self.tokenizer, self.size, self.seed = texts, tokenizer, size, seed
         self.length = len(texts[0]["input_ids"])
         self.bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        records = max(sum(map(len, itertools.chain(*self._records(self._random(index))))) for index in range(size))
+        shortest = len(self.bos) + records + 4 * SHORTEST
+        if self.length < shortest:
+            raise ValueError(
+                f"Sequences must have at least {shortest} tokens for their records and text, got {self.length}. Give "
+                f"--max_length {1 << (shortest - 1).bit_length()}."
+            )
 
     def __len__(self) -> int:
         return self.size
@@ -99,27 +107,24 @@ class WindowSequences(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < self.size:
             raise IndexError(index)
-        rng = random.Random(f"{self.seed} {index}")
-        records = self._records(rng)
-        repeated = rng.sample(records, REPEATED)
+        rng = self._random(index)
+        records, repeated = self._records(rng)
         room = self.length - len(self.bos) - sum(map(len, records + repeated))
-        if room < 4 * SHORTEST:
-            raise ValueError(
-                f"Sequences must have at least {self.length - room + 4 * SHORTEST} tokens, got {self.length}. Their "
-                "records would not leave room for text. Give a larger max_length."
-            )
-        passage = self._text(rng, int(math.exp(rng.uniform(math.log(SHORTEST), math.log(room // 3)))))
+        source = rng.randrange(len(self.texts))
+        passage = self._text(rng, int(math.exp(rng.uniform(math.log(SHORTEST), math.log(room // 3)))), [source])
         again = [passage, *repeated]
-        parts = [passage, *records]
         rng.shuffle(again)
-        rng.shuffle(parts)
         end = [token for part in again for token in part]
         rest = room - 2 * len(passage)
         between = min(rest, self.length // 2)  # tokens of text between the last part and the end
+        # a long passage leaves less text than half a sequence, so it comes last: the records are then distant, too
+        place = rng.randrange(len(records) + 1) if rest >= self.length // 2 else len(records)
+        parts = [*records[:place], passage, *records[place:]]
         cuts = sorted(rng.randrange(rest - between + 1) for _ in parts)
+        others = [row for row in range(len(self.texts)) if row != source] or [source]
         ids = list(self.bos)
         for part, begin, stop in zip([*parts, []], [0, *cuts], [*cuts, rest]):
-            ids += self._text(rng, stop - begin) + part
+            ids += self._text(rng, stop - begin, others) + part
         ids = torch.tensor(ids + end)
         count, first = int(SCORED * self.length) // 2, self.length - len(end)
         scored = rng.sample(range(first, self.length), min(len(end), count)) + rng.sample(range(1, first), count)
@@ -127,15 +132,19 @@ class WindowSequences(Dataset):
         labels[scored] = ids[scored]
         return {"input_ids": ids, "labels": labels}
 
-    def _text(self, rng: random.Random, count: int) -> list[int]:
-        begin = rng.randrange(self.length - count + 1)
-        return self.texts[rng.randrange(len(self.texts))]["input_ids"][begin : begin + count].tolist()
+    def _random(self, index: int) -> random.Random:
+        return random.Random(f"{self.seed} {index}")
 
-    def _records(self, rng: random.Random) -> list[list[int]]:
-        """Return records of random names and numbers, as token ids."""
+    def _text(self, rng: random.Random, count: int, rows: list[int]) -> list[int]:
+        begin = rng.randrange(self.length - count + 1)
+        return self.texts[rng.choice(rows)]["input_ids"][begin : begin + count].tolist()
+
+    def _records(self, rng: random.Random) -> tuple[list[list[int]], list[list[int]]]:
+        """Return records of random names and numbers, as token ids, and those that the end repeats."""
         names = [f"{a} {b}" for a, b in zip(rng.sample(NAMES, RECORDS), rng.sample(NAMES, RECORDS))]
         texts = [rng.choice(FORMATS).format(name, rng.randrange(10**4, 10**5)) for name in names]
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        records = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return records, rng.sample(records, REPEATED)
 
 
 __all__ = ["WindowSequences"]

@@ -12,7 +12,14 @@ from demo_model import DEMO, VOCABULARY
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
 
 from faults import log, losses, make, make_apart
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import (
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainingArguments,
+)
 
 from hf_longctx.training.run import train
 from hf_longctx.training.trainer import LongContextTrainer
@@ -83,6 +90,27 @@ def test_the_evaluation_data_are_read_in_any_format(llama, tmp_path, capsys):
     assert "cache" in capsys.readouterr().out and "eval_loss" in log(tmp_path)[-1]
 
 
+def test_the_loss_of_an_evaluation_does_not_depend_on_the_price(llama, tmp_path):
+    run = dict(max_steps=3, eval_data=str(llama / "tokens.npy"), eval_steps=1, learning_rate=1e-9)
+    train(make(values(llama, tmp_path, **run)))
+    found = [entry["eval_loss"] for entry in log(tmp_path) if "eval_loss" in entry]
+    assert len(found) == 3 and len(set(found)) == 1 and found[0] > 0, "the windows do not change"
+
+
+def test_the_context_is_that_of_the_text_model(llama, tmp_path, capsys):
+    text = dict(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    text |= dict(num_key_value_heads=2, head_dim=16, max_position_embeddings=8192, layer_types=["full_attention"] * 2)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    vision |= dict(patch_size=14)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1, image_token_index=4000)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "model")
+    train(make(values(llama, tmp_path / "run", model=str(tmp_path / "model"), max_steps=1)))
+    assert "at 8,192 tokens" in capsys.readouterr().out
+
+
 def test_a_stopped_run_resumes_with_the_losses_of_an_uninterrupted_one(finished, llama, tmp_path, monkeypatch):
     step = LongContextTrainer.training_step
 
@@ -127,6 +155,7 @@ def test_a_finished_run_with_another_share_is_an_error(finished, llama):
         ({"packing": False}, "`packing` must be True for the recipe windows"),
         ({"attn_implementation": "sdpa"}, "`attn_implementation` must be None for the recipe windows"),
         ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0 for the recipe windows, got 0.1"),
+        ({"weight_decay": 0.1}, "`weight_decay` must be 0 for the recipe windows, got 0.1"),
         ({CHECKPOINTING: True}, f"`{CHECKPOINTING}` must be False for the recipe windows"),
         ({"max_length": 500}, "`max_length` must be a power of two of at least 64, got 500. Give --max_length 256"),
         ({"keep_context": 256}, r"`keep_context` must be at least `max_length` \(512\), got 256"),

@@ -33,6 +33,7 @@ from transformers import (
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics import LocalReader, forgetting_curve
 from hf_longctx.windows import HeadWindows, attention_layers, group_heads, kept_keys
+from hf_longctx.windows.learning import WindowLearner
 
 
 def test_the_share_counts_what_heads_keep():
@@ -180,6 +181,8 @@ def test_a_model_with_a_memory():
     hmt = HMTWrapper.from_backbone(make(dtype=torch.float32), config)
     with pytest.raises(NotImplementedError, match="`model` must be a model without a memory, got an HMT"):
         windows.apply(hmt)
+    with pytest.raises(NotImplementedError, match="`model` must be a model without a memory, got an HMT"):
+        WindowLearner(hmt, 128, keep=0.5, keep_context=256)
 
 
 TINY = {name: x for name, x in SIZES.items() if name != "initializer_range"}

@@ -90,6 +90,25 @@ def test_the_gradient_opens_a_window_that_hides_what_the_model_needs():
     assert train.log2_windows.grad.sum() < 0
 
 
+@pytest.mark.parametrize("size", [4.0, 5.0, 5.5, 6.0, 7.0])
+def test_the_loss_and_the_price_have_the_gradient_of_the_same_keys(size):
+    train = learner(context=LENGTH, sinks=0)
+    with torch.no_grad():
+        train.log2_windows.fill_(size)
+    kept, paid = train.weights().sum(), LENGTH * train.interpolated_shares().sum()
+    gradients = [torch.autograd.grad(count, train.log2_windows)[0] for count in (kept, paid)]
+    assert torch.equal(*gradients) and (gradients[0] > 0).all()
+
+
+def test_the_start_reads_on_the_device_of_the_model(monkeypatch):
+    train, read = learner(), []
+    train.log2_windows = torch.nn.Parameter(train.log2_windows.detach().to("meta"))
+    monkeypatch.setattr(train, "log_probs", lambda *inputs: read.extend(x.device.type for x in inputs) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train.start([{name: x[0] for name, x in batch().items()}], share=0.5)
+    assert read == ["meta"] * 3
+
+
 @pytest.mark.parametrize("keep", [0.2, 0.35, 0.6])
 def test_the_start_and_the_result_keep_the_target_share(keep):
     train = learner(keep=keep, context=LENGTH)
@@ -97,9 +116,22 @@ def test_the_start_and_the_result_keep_the_target_share(keep):
     assert keep - 0.2 < train.share(train.log2_windows) <= keep
     with torch.no_grad():
         train.average.uniform_(4, 7)
-    windows = train.windows(train.result())
-    assert keep - 0.2 < windows.share(LENGTH) <= keep
+    result = train.result()
+    windows = train.windows(result)
+    assert windows.share(LENGTH) == pytest.approx(train.share(result)) and train.share(result) <= keep
     assert all(window == -1 or window.bit_count() == 1 for row in windows.windows for window in row)
+    grown = result + torch.eye(result.numel()).view(-1, *result.shape)  # one window is larger in each
+    assert all(train.share(x) > keep or x.max() > train.open for x in grown), "no window can grow"
+
+
+def test_the_price_follows_windows_before_their_rounding_changes():
+    train = learner(keep=0.6, context=LENGTH)
+    with torch.no_grad():
+        train.log2_windows.fill_(6.4)  # 64 of 128 tokens if rounded, a share of 0.53
+        train.price.fill_(1.0)
+    assert train.share(train.log2_windows) < 0.6
+    train.end_step()
+    assert train.price > 1
 
 
 def test_the_start_keeps_the_heads_that_the_model_needs():
@@ -185,15 +217,15 @@ def test_options_of_attention_that_are_not_supported(option):
 
 def test_sequences_repeat_a_passage_and_records():
     tokenizer = AutoTokenizer.from_pretrained("model_cards/fox-demo")
-    rows = torch.arange(3, 4003).view(4, -1)
+    rows = torch.arange(3, 8003).view(4, -1)
     sequences = WindowSequences([{"input_ids": row} for row in rows], tokenizer, size=8)
     for i in range(8):
         ids, labels = sequences[i]["input_ids"], sequences[i]["labels"]
         again = sequences[i]
         assert torch.equal(ids, again["input_ids"]) and torch.equal(labels, again["labels"])
-        assert len(ids) == 1000 and ids[0] == tokenizer.bos_token_id and labels[0] == -100
+        assert len(ids) == 2000 and ids[0] == tokenizer.bos_token_id and labels[0] == -100
         scored = labels != -100
-        assert torch.equal(ids[scored], labels[scored]) and 150 < scored.sum() <= 250
+        assert torch.equal(ids[scored], labels[scored]) and 400 < scored.sum() <= 500
         words = tokenizer.decode(ids).split()
         numbers = [word.strip("<>.") for word in words if word.strip("<>.").isdigit() and len(word.strip("<>.")) == 5]
         assert sum(numbers.count(number) == 2 for number in set(numbers)) == 4, "four records are repeated"
@@ -201,10 +233,10 @@ def test_sequences_repeat_a_passage_and_records():
         text, ends = "".join(pieces), list(itertools.accumulate(map(len, pieces)))
         for number in set(numbers):
             first, last = (bisect.bisect(ends, place) for place in (text.find(number), text.rfind(number)))
-            assert first == last or last - first > 300, "a window of a quarter would be enough"
+            assert first == last or last - first >= 1000, "a window of half of the sequence would be enough"
     assert not torch.equal(sequences[0]["input_ids"], sequences[1]["input_ids"])
-    with pytest.raises(ValueError, match="must have at least"):
-        WindowSequences([{"input_ids": row[:200]} for row in rows], tokenizer, size=1)[0]
+    with pytest.raises(ValueError, match=r"must have at least \d+ tokens .*, got 200\. Give --max_length 512\."):
+        WindowSequences([{"input_ids": row[:200]} for row in rows], tokenizer, size=8)
 
 
 def test_learned_windows_are_saved_and_applied(tmp_path):

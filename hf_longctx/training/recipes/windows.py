@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast
 from transformers import AutoTokenizer, TrainerCallback
 
 from ...corpus import load_tokens
 from ...metrics import LocalReader, forgetting_curve, line_retrieval, position_loss
+from ...metrics.run.model import text_config
 from ...windows.learning import WindowLearner
 from ...windows.sequences import WindowSequences
 from ..loading import check_length, load_base
@@ -23,10 +25,12 @@ REQUIRED = {
     "packing": True,
     "attn_implementation": None,
     "label_smoothing_factor": 0,
+    "weight_decay": 0,
+    "load_best_model_at_end": False,  # open windows would have the lowest loss
     "activation_checkpointing": False,
     "gradient_checkpointing": False,  # the name before transformers 5.24
 }
-START = 1.2  # share of the cache from which learning starts, as a multiple of the target
+START = 1.2  # share of the cache from which learning starts, as a multiple of the target, at most halfway to 1
 START_SEQUENCES = 8  # sequences that choose the start
 # What the learned windows retain is measured on held-out text
 COPIED, COPIES = 1000, 4  # tokens of a passage to copy, and number of passages
@@ -49,13 +53,15 @@ class WindowTrainer(LongContextTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         output = model(inputs["input_ids"], inputs["labels"])
-        return (output["loss"], output) if return_outputs else output["loss"]
+        loss = output["loss" if torch.is_grad_enabled() else "divergence"]  # the price is not part of an evaluation
+        return (loss, output) if return_outputs else loss
 
     def log(self, logs, *args, **kwargs):
         """Log the share of the cache and its price with each loss."""
         if "loss" in logs:
             learner = self.accelerator.unwrap_model(self.model)
-            logs |= {"share": round(learner.share(learner.log2_windows), 4), "price": round(learner.price.item(), 4)}
+            share, price = learner.share(learner.log2_windows), learner.price.item()
+            logs |= {"share": float(f"{share:.4g}"), "price": float(f"{price:.4g}")}
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
@@ -76,7 +82,9 @@ class WindowCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model: Any = None, **kwargs):
         if state.global_step == 0:
             PartialState().print(f"choosing the first windows on {len(self.start)} sequences", file=sys.stderr)
-            model.start(self.start, share=min(START * model.keep, 1.0))
+            model.start(self.start, share=min(START * model.keep, (1 + model.keep) / 2))
+            for value in model.state_dict().values():  # not all devices compute the same bits
+                broadcast(value)
 
     def on_step_end(self, args, state, control, model: Any = None, **kwargs):
         model.end_step()
@@ -94,8 +102,9 @@ data: stdlib
 max_length: 2048
 use_peft: false
 learning_rate: 0.12
+lr_scheduler_type: constant
 adam_beta1: 0.9
-adam_beta2: 0.98
+adam_beta2: 0.9
 max_grad_norm: 0
 max_steps: 24
 save_steps: 4
@@ -115,7 +124,7 @@ save_steps: 4
         check_length(model, args.max_length)
         context = args.keep_context
         if context is None:
-            context = getattr(model.config, "max_position_embeddings", None) or args.max_length
+            context = getattr(text_config(model), "max_position_embeddings", None) or args.max_length
         return WindowLearner(model.eval(), args.max_length, args.keep, context)
 
     def finish(self, args, trainer, tokenizer):
