@@ -68,6 +68,8 @@ def check_length(model, length: int) -> None:
     table = position_limit(model)
     if table is not None and length > table:
         raise ValueError(f"--max_length must be at most {table}, got {length}. This model has {table} positions.")
+    if getattr(model, "reads_in_segments", False):  # a segment is shorter than a sequence
+        return
     config = text_config(model)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and length > limit and getattr(config, "rope_parameters", None):
