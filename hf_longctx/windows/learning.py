@@ -33,8 +33,7 @@ SMALLEST = 4  # log2 of the smallest window
 AVERAGE = 0.2  # weight of a step in the moving average of the windows
 DUAL_RATE = 0.3  # relative change of the price in a step if the share differs from `keep` by keep (1 - keep)
 # Price at the start, as a multiple of the price at which the start is optimal. It is below the price at the end, so
-# that heads that retrieve can first open: with 30 instead of 5, Qwen2.5-Coder-0.5B at a quarter of the cache copied
-# 33 % of a passage after a gap of 1,000 tokens, not 94 %.
+# that heads that retrieve can first open.
 PRICE = 5.0
 PRICES = (1e-5, 5.0)  # range of the price
 NAME = "head_windows_learning"
@@ -182,8 +181,7 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         hard = (distance < 2 ** size.detach().round()).float()
         below = size.detach().floor().clamp(SMALLEST, self.open - 1)
         between = distance.clamp(min=1).log2().floor() == below  # keys that only the larger of two windows keeps
-        smooth = torch.where(between, size - below, 0.0)
-        return hard + smooth - smooth.detach()
+        return hard + between * (size - size.detach())
 
     def shares(self, log2_windows: Tensor) -> Tensor:
         """Return the share of the context that windows keep in each head. These windows are integers."""

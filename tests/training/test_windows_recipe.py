@@ -1,5 +1,6 @@
 """The recipe windows: it learns, resumes, writes head_windows.json, and prints what the windows cost."""
 
+import json
 import re
 import signal
 
@@ -97,6 +98,12 @@ def test_the_loss_of_an_evaluation_does_not_depend_on_the_price(llama, tmp_path)
     assert len(found) == 3 and len(set(found)) == 1 and found[0] > 0, "the windows do not change"
 
 
+def test_a_large_share_does_not_start_with_all_windows_open(llama, tmp_path):
+    train(make(values(llama, tmp_path, max_steps=1, keep=0.9)))
+    (first, _) = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert first["share"] < 1 and first["price"] > 1e-4
+
+
 def test_the_context_is_that_of_the_text_model(llama, tmp_path, capsys):
     text = dict(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
@@ -156,6 +163,10 @@ def test_a_finished_run_with_another_share_is_an_error(finished, llama):
         ({"attn_implementation": "sdpa"}, "`attn_implementation` must be None for the recipe windows"),
         ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0 for the recipe windows, got 0.1"),
         ({"weight_decay": 0.1}, "`weight_decay` must be 0 for the recipe windows, got 0.1"),
+        (
+            {"load_best_model_at_end": True, "eval_data": "stdlib", "eval_steps": 1, "save_steps": 1},
+            "`load_best_model_at_end` must be False for the recipe windows",
+        ),
         ({CHECKPOINTING: True}, f"`{CHECKPOINTING}` must be False for the recipe windows"),
         ({"max_length": 500}, "`max_length` must be a power of two of at least 64, got 500. Give --max_length 256"),
         ({"keep_context": 256}, r"`keep_context` must be at least `max_length` \(512\), got 256"),
