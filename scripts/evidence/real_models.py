@@ -30,10 +30,10 @@ MANIFEST = Path(__file__).with_suffix(".toml")
 RESULTS = {"curve": ForgettingCurve, "loss": PositionLoss, "needle": NeedleGrid, "lines": LineRetrieval}
 PARTS = 8  # parts of the context; the loss is averaged in each part
 TABLE = """
-| model | claimed context | fine length | 95 % CI | coarse length | 95 % CI | copied of 1,000 tokens | of 4,000 |\
+| model | claimed context | fine length | 95 % CI | coarse length | 95 % CI | copied of 1,000 tokens | of 4,000 | of 8,000 |\
  in the paper: fine | coarse | loss in the first half | in the second half | needle | lines | RoPE base | RoPE bound |\
  CPU minutes | missing |
-| {model} | {claimed} | {fine} | {fine_interval} | {coarse} | {coarse_interval} | {copied[1000]:.1%} | {copied[4000]:.1%} |\
+| {model} | {claimed} | {fine} | {fine_interval} | {coarse} | {coarse_interval} | {copied[1000]:.1%} | {copied[4000]:.1%} | {copied[8000]:.1%} |\
  {paper_fine} | {paper_coarse} | {loss[0]:.3f} | {loss[1]:.3f} | {needle:.0%} | {lines:.0%} | {bases} | {bounds} |\
  {minutes:.0f} | {missing} |
 """
@@ -42,7 +42,8 @@ TABLE = """
 def commands(group, model):
     """Return a model's commands by the name of the measurement."""
     source, options = model["source"], model.get("options", "").split()
-    words = {name: group[name].split() for name in RESULTS}
+    lengths = model.get("lengths", group.get("lengths"))
+    words = {name: group[name].format(lengths=lengths).split() for name in RESULTS}
     words |= {"rope": ["--json"]} if model.get("has_rope", True) else {}
     return {name: ["hf-longctx", name, source, *several, *options] for name, several in words.items()}
 

@@ -12,12 +12,13 @@ pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install '
 
 MANIFEST = """
 [[group]]
-curve = "--text stdlib --lengths 8 1000 --repeats 2"
+curve = "--text stdlib --lengths {lengths} --repeats 2"
+lengths = "8"
 loss = "--text stdlib --context-length 16 --sequences 2"
 needle = "--text stdlib --lengths 300 --depths 0.5 --no-replies"
 lines = "--lines 2 --repeats 2 --no-replies"
 models = [
-    { model = "tiny", source = "{models}/model", claimed = "2k" },
+    { model = "tiny", source = "{models}/model", claimed = "2k", lengths = "8 1000" },
     { model = "absent", source = "{models}/absent", claimed = "2k" },
     { model = "of the paper", source = "who/what", claimed = "4k", fine = "0", coarse = "2.7k", has_rope = false },
 ]
