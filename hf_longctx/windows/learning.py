@@ -11,7 +11,6 @@ This requires the effect of each dropped key, which `distance_attention` compute
 """
 
 import math
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,9 +31,7 @@ from .layers import attention_layers, key_heads
 SMALLEST = 4  # log2 of the smallest window
 AVERAGE = 0.2  # weight of a step in the moving average of the windows
 DUAL_RATE = 0.3  # relative change of the price in a step if the share differs from `keep` by keep (1 - keep)
-# Price at the start, as a multiple of the price at which the start is optimal. It is below the price at the end, so
-# that heads that retrieve can first open.
-PRICE = 5.0
+PRICE = 0.3  # price at the start, in nats for the whole cache
 PRICES = (1e-5, 5.0)  # range of the price
 NAME = "head_windows_learning"
 
@@ -114,9 +111,10 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         # keys that the model's full cache stores, in units of the context
         self.stored = heads * sum(min(window or keep_context, keep_context) / keep_context for window in self.sliding)
         device = next(model.parameters()).device
-        self.log2_windows = nn.Parameter(torch.full((len(learned), heads), self.open, device=device))
+        # All heads start with half of a sequence. The heads that retrieve then open, because the loss is large.
+        self.log2_windows = nn.Parameter(torch.full((len(learned), heads), self.open - 1, device=device))
         self.register_buffer("average", self.log2_windows.detach().clone())
-        self.register_buffer("price", torch.tensor(PRICES[0], device=device))  # see `start`
+        self.register_buffer("price", torch.tensor(PRICE, device=device))
         smallest = self.share(torch.full_like(self.average, SMALLEST))
         if keep < smallest:
             raise ValueError(
@@ -234,40 +232,6 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         windows = torch.full((len(self.layers), sizes.shape[1]), -1)
         windows[self.learned] = torch.where(sizes >= self.open, -1, 2**sizes)
         return HeadWindows(windows, self.sinks, self.layers[0].config.model_type)
-
-    def start(self, sequences: Iterable[dict[str, Tensor]], share: float) -> None:
-        """Choose the windows from which learning starts, by the Fisher information of each distance.
-
-        Dropping all keys of a head from distance d on changes the log-likelihood of a token that the model samples by
-        about g, the sum of their effects. The divergence is then about the mean of g^2 / 2. We choose the windows with
-        the smallest total divergence among those that keep `share` of the cache. The price that chooses them also sets
-        the price of learning.
-        """
-        sizes = torch.arange(SMALLEST, self.open + 1)
-        costs = torch.zeros(*self.log2_windows.shape, len(sizes))
-        count = 0
-        for sequence in sequences:
-            weights = torch.ones(*self.log2_windows.shape, self.length, device=self.log2_windows.device)
-            positions = (sequence["labels"][1:] != -100).nonzero()[:, 0]
-            inputs = [x.to(weights.device) for x in (sequence["input_ids"][None], positions)]
-            log_probs = self.log_probs(*inputs, weights.requires_grad_())[0]
-            generator = torch.Generator().manual_seed(count)
-            sampled = torch.multinomial(log_probs.detach().exp().cpu(), 1, generator=generator).to(log_probs.device)
-            (gradient,) = torch.autograd.grad(log_probs.gather(-1, sampled).sum(), weights)
-            dropped = gradient.flip(-1).cumsum(-1).flip(-1).cpu()  # effect of dropping all keys from this distance on
-            costs[..., :-1] += dropped[..., (2 ** sizes[:-1]).long()].square() / 2 / len(positions)
-            count += 1
-        costs = costs.flip(-1).cummax(-1).values.flip(-1)  # a shorter window costs at least as much
-        shares = self.shares(sizes)
-        low, high = -40.0, 20.0  # log of the price of a head's share
-        for _ in range(60):
-            middle = (low + high) / 2
-            chosen = sizes[(costs / count + math.exp(middle) * shares).argmin(-1)]
-            low, high = (middle, high) if self.share(chosen) > share else (low, middle)
-        with torch.no_grad():
-            self.log2_windows.copy_(sizes[(costs / count + math.exp(high) * shares).argmin(-1)])
-            self.average.copy_(self.log2_windows)
-            self.price.fill_(PRICE * math.exp(high) * self.log2_windows.numel()).clamp_(*PRICES)
 
 
 __all__ = ["WindowLearner"]

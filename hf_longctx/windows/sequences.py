@@ -1,4 +1,4 @@
-"""Training sequences for head windows: their ends repeat a passage and records that the model has read before.
+"""Training sequences for head windows: their ends repeat passages and records that the model has read before.
 
 A model rarely needs distant tokens to predict ordinary text, so text alone would close the windows of the heads that
 retrieve. What is repeated lies at least half of the sequence back, if there is room: otherwise a window of half of the
@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import Dataset
 
 
-SHORTEST = 32  # tokens of the repeated passage; its length is log-uniform up to a third of the sequence
+PASSAGES = 1 / 6  # share of a sequence that the repeated passages have in total, so that all steps are alike
+SHORTEST = 32  # tokens of a passage; lengths are log-uniform up to the total
 RECORDS, REPEATED = 8, 4  # number of records in a sequence, and of those that its end repeats
 SCORED = 1 / 4  # share of the positions whose distributions are compared; half of them are at the repeated tokens
 # Formats of a record. A name and a number are different in each record.
@@ -94,7 +95,7 @@ class WindowSequences(Dataset):
         self.length = len(texts[0]["input_ids"])
         self.bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         records = max(sum(map(len, itertools.chain(*self._records(self._random(index))))) for index in range(size))
-        shortest = len(self.bos) + records + 4 * SHORTEST
+        shortest = math.ceil(max(SHORTEST / PASSAGES, (len(self.bos) + records) / (1 - 2 * PASSAGES)))
         if self.length < shortest:
             raise ValueError(
                 f"Sequences must have at least {shortest} tokens for their records and text, got {self.length}. Give "
@@ -109,19 +110,21 @@ class WindowSequences(Dataset):
             raise IndexError(index)
         rng = self._random(index)
         records, repeated = self._records(rng)
-        room = self.length - len(self.bos) - sum(map(len, records + repeated))
-        source = rng.randrange(len(self.texts))
-        passage = self._text(rng, int(math.exp(rng.uniform(math.log(SHORTEST), math.log(room // 3)))), [source])
-        again = [passage, *repeated]
+        total, lengths = int(PASSAGES * self.length), []
+        while (room := total - sum(lengths)) >= SHORTEST:
+            lengths.append(min(int(math.exp(rng.uniform(math.log(SHORTEST), math.log(total)))), room))
+        sources = [rng.randrange(len(self.texts)) for _ in lengths]
+        passages = [self._text(rng, length, [source]) for length, source in zip(lengths, sources)]
+        for passage in passages[::2]:  # nothing but the first reading predicts its tokens
+            rng.shuffle(passage)
+        parts, again = records + passages, repeated + passages
+        rng.shuffle(parts)
         rng.shuffle(again)
         end = [token for part in again for token in part]
-        rest = room - 2 * len(passage)
+        rest = self.length - len(self.bos) - len(end) - sum(map(len, parts))
         between = min(rest, self.length // 2)  # tokens of text between the last part and the end
-        # a long passage leaves less text than half a sequence, so it comes last: the records are then distant, too
-        place = rng.randrange(len(records) + 1) if rest >= self.length // 2 else len(records)
-        parts = [*records[:place], passage, *records[place:]]
         cuts = sorted(rng.randrange(rest - between + 1) for _ in parts)
-        others = [row for row in range(len(self.texts)) if row != source] or [source]
+        others = [row for row in range(len(self.texts)) if row not in sources] or sources
         ids = list(self.bos)
         for part, begin, stop in zip([*parts, []], [0, *cuts], [*cuts, rest]):
             ids += self._text(rng, stop - begin, others) + part

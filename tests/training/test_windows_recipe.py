@@ -1,6 +1,5 @@
 """The recipe windows: it learns, resumes, writes head_windows.json, and prints what the windows cost."""
 
-import json
 import re
 import signal
 
@@ -96,12 +95,6 @@ def test_the_loss_of_an_evaluation_does_not_depend_on_the_price(llama, tmp_path)
     train(make(values(llama, tmp_path, **run)))
     found = [entry["eval_loss"] for entry in log(tmp_path) if "eval_loss" in entry]
     assert len(found) == 3 and len(set(found)) == 1 and found[0] > 0, "the windows do not change"
-
-
-def test_a_large_share_does_not_start_with_all_windows_open(llama, tmp_path):
-    train(make(values(llama, tmp_path, max_steps=1, keep=0.9)))
-    (first, _) = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    assert first["share"] < 1 and first["price"] > 1e-4
 
 
 def test_the_context_is_that_of_the_text_model(llama, tmp_path, capsys):

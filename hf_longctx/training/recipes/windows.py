@@ -1,13 +1,11 @@
 """Learning of a window per key head, for a smaller key/value cache."""
 
-import sys
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast
 from transformers import AutoTokenizer, TrainerCallback
 
 from ...corpus import load_tokens
@@ -30,8 +28,6 @@ REQUIRED = {
     "activation_checkpointing": False,
     "gradient_checkpointing": False,  # the name before transformers 5.24
 }
-START = 1.2  # share of the cache from which learning starts, as a multiple of the target, at most halfway to 1
-START_SEQUENCES = 8  # sequences that choose the start
 # What the learned windows retain is measured on held-out text
 COPIED, COPIES = 1000, 4  # tokens of a passage to copy, and number of passages
 LINES, RECORDS = 10, 10  # lines of a record, and number of records
@@ -44,12 +40,9 @@ class WindowTrainer(LongContextTrainer):
     def __init__(self, model: Any, args: Any, train_dataset: Any, callbacks: list[Any], **kwargs: Any):
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
         steps = args.max_steps if args.max_steps > 0 else len(train_dataset) // args.sequences_per_step
-        size = START_SEQUENCES + steps * args.sequences_per_step
-        sequences = WindowSequences(train_dataset, tokenizer, size, args.data_seed)
-        start = [sequences[i] for i in range(START_SEQUENCES)]
-        rest = torch.utils.data.Subset(sequences, range(START_SEQUENCES, size))
-        callbacks = [*callbacks, WindowCallback(start)]
-        super().__init__(model=model, args=args, train_dataset=rest, callbacks=callbacks, **kwargs)
+        sequences = WindowSequences(train_dataset, tokenizer, steps * args.sequences_per_step, args.data_seed)
+        callbacks = [*callbacks, WindowCallback()]
+        super().__init__(model=model, args=args, train_dataset=sequences, callbacks=callbacks, **kwargs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         output = model(inputs["input_ids"], inputs["labels"])
@@ -74,17 +67,7 @@ class WindowTrainer(LongContextTrainer):
 
 
 class WindowCallback(TrainerCallback):
-    """Choose the windows from which learning starts, and change the price after each step."""
-
-    def __init__(self, start: list[dict[str, torch.Tensor]]):
-        self.start = start
-
-    def on_train_begin(self, args, state, control, model: Any = None, **kwargs):
-        if state.global_step == 0:
-            PartialState().print(f"choosing the first windows on {len(self.start)} sequences", file=sys.stderr)
-            model.start(self.start, share=min(START * model.keep, (1 + model.keep) / 2))
-            for value in model.state_dict().values():  # not all devices compute the same bits
-                broadcast(value)
+    """Change the price after each step."""
 
     def on_step_end(self, args, state, control, model: Any = None, **kwargs):
         model.end_step()
@@ -101,8 +84,8 @@ class Windows(Recipe):
 data: stdlib
 max_length: 2048
 use_peft: false
-learning_rate: 0.12
-lr_scheduler_type: constant
+learning_rate: 0.3
+lr_scheduler_type: linear
 adam_beta1: 0.9
 adam_beta2: 0.9
 max_grad_norm: 0
