@@ -52,7 +52,8 @@ def windowed_attention(
         key.stored = True
     if layer is None and attention_mask is None and tokens > 1:
         keys, value = keys[:, :, :tokens], value[:, :, :tokens]  # a static cache also returns free slots
-    mask = CallMask(attention_mask, keys.shape[2] - tokens if layer is None else key.first, tokens, query.device)
+    first = keys.shape[2] - tokens if layer is None else key.first
+    mask = CallMask(attention_mask, first, tokens, query.device, sliding_window)
     if module.layer_idx == 0:
         mask.check_indices()
     queries = query.unflatten(1, (key_heads, -1))  # (B, Hkv, G, T, D)

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from .groups import Extent, HeadGroup, LayerWindows
 from .masks import CallMask
-from .ragged import MapsRows, OrderedStore, RingStore, check_indices
+from .ragged import MapsRows, OrderedStore, RingStore
 
 
 class NewKeys:
@@ -70,8 +70,8 @@ class Tokens(NamedTuple):
 class WindowLayer(MapsRows, DynamicLayer):
     """One layer of a cache of `HeadWindows`.
 
-    `update` only counts the new tokens. The attention function stores them by `extend`, because its mask tells which
-    tokens are padding. After `activate_past_recording`, new tokens stay in a tail until the next `crop`.
+    `update` only counts the new tokens. The attention function appends them, because its mask tells which tokens are
+    padding. After `activate_past_recording`, new tokens stay in a tail until the next `crop`.
 
     Args:
         windows: windows of the layer.
@@ -95,6 +95,7 @@ class WindowLayer(MapsRows, DynamicLayer):
         self.ordered: dict[HeadGroup, OrderedStore] = {}
         self.rings: dict[HeadGroup, RingStore] = {}
         self.tails: dict[HeadGroup, Tokens] = {}
+        self.cached: Tensor | None = None  # see `CallMask.check_cached`
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -183,10 +184,8 @@ class WindowLayer(MapsRows, DynamicLayer):
         else:
             indices = slots.expand(store.keys.shape[0], -1)
         self.checker[:] = self.checker or [self]
-        if store.counts is not None and self.checker[0] is self:  # one layer is enough, because this waits for a GPU
-            tail = self.tails[group].indices if group in self.tails else indices[:, :0]
-            earlier = store.counts + (tail >= 0).sum(1)
-            check_indices(earlier, indices)
+        if self.checker[0] is self:  # one layer is enough, because this waits for a GPU
+            self.cached = mask.check_cached(self.cached, self.seen - len(slots))
         return indices
 
     @staticmethod
@@ -200,7 +199,7 @@ class WindowLayer(MapsRows, DynamicLayer):
         return self.seen
 
     def activate_past_recording(self) -> None:
-        """Let `crop` remove all tokens that are added from now on. `crop` then drops keys outside of the windows."""
+        """Let the next `crop` remove all tokens added until then. It also drops keys outside of the windows."""
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -218,6 +217,7 @@ class WindowLayer(MapsRows, DynamicLayer):
             if stays := max(0, tail.keys.shape[2] - removed):
                 self._write(self.rings[group], tail.first(stays))
         self.tails = {}
+        self.cached = None if self.cached is None else self.cached[:, : self.seen]
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise the errors of `crop`, and remove nothing."""
@@ -249,6 +249,7 @@ class WindowLayer(MapsRows, DynamicLayer):
         for store in self.stores():
             store.map_rows(function)
         self.tails = {group: Tokens(*map(function, tail)) for group, tail in self.tails.items()}
+        self.cached = None if self.cached is None else function(self.cached)
 
 
 class WindowCache(Cache):
@@ -266,9 +267,11 @@ class WindowCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, see `WindowLayer.crop`."""
-        for layer in self.layers:
+        layers = [layer for layer in self.layers if layer.is_initialized]  # an assistant may leave out the last layers
+        for layer in layers:
             layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        for layer in layers:
+            layer.crop(tokens_to_remove)
 
 
 def check_layers(cache: Cache, layer_idx: int) -> None:

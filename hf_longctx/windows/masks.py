@@ -78,11 +78,14 @@ class CallMask:
     mask: see the module docstring. A mask of another dtype is the user's. It supports only heads that keep all keys.
     first: slot of the first query, if the mask is not int32.
     tokens: number of queries.
+    sliding_window: the layer's own window. Older keys are not visible, as padding is not.
     """
 
-    def __init__(self, mask: Tensor | None, first: Any, tokens: int, device: torch.device):
+    def __init__(
+        self, mask: Tensor | None, first: Any, tokens: int, device: torch.device, sliding_window: int | None = None
+    ):
         self.mask = None if mask is None else mask.to(device)
-        self.first, self.tokens, self.device = first, tokens, device
+        self.first, self.tokens, self.device, self.sliding_window = first, tokens, device, sliding_window
         self.indexed = mask is not None and mask.dtype == torch.int32
         self._last: Tensor | None = None
 
@@ -125,6 +128,35 @@ class CallMask:
         assert self.mask is not None
         queries = torch.arange(self.tokens, device=self.device)
         return self.mask[:, 0, queries, slots].long() - 1
+
+    def check_cached(self, cached: Tensor | None, before: int) -> Tensor | None:
+        """Raise an error if the mask contradicts the masks of earlier calls.
+
+        cached: 1 + the index of each cached token in its sequence, 0 for padding, (B, slots), from the earlier masks.
+            Slots that it leaves out are not checked. None: nothing is padded so far.
+        before: number of cached tokens.
+
+        Return the same for the tokens of this call and all before. None: nothing is padded.
+        """
+        end = before + self.tokens
+        if (cached.shape[1] == end) if cached is not None else not self.indexed:
+            return cached  # another group of heads has checked this call
+        unpadded = 1 + torch.arange(end, device=self.device)[None]
+        if cached is None:
+            cached = unpadded[:, :before]
+        if self.indexed:
+            assert self.mask is not None
+            first, found = self.mask[:, 0, 0], self.mask[:, 0, :, :end].amax(1)  # by the first query, and by any
+        else:
+            first = found = unpadded.expand(len(cached), -1)
+        known = min(before, cached.shape[1])
+        checked = slice(max(0, before + 1 - (self.sliding_window or before + 1)), known)
+        if (first[:, checked] != cached[:, checked]).any():
+            raise ValueError(
+                "`attention_mask` must mark the same cached tokens as padding as in earlier calls. Pass a mask of all "
+                "tokens, (B, cached + new tokens), to each call."
+            )
+        return torch.cat([found[:, :known].maximum(cached[:, :known]), found[:, known:]], 1)
 
     def allowed(self, begin: int, end: int, slots: Tensor, window: int, sinks: int) -> Tensor:
         """Return which keys the queries `begin` to `end` attend to, (B or 1, 1, end - begin, n) bool.

@@ -138,9 +138,9 @@ class RingStore:
         """
         begin, end = self.length, self.length + keys.shape[2]
         self._make_room(end)
-        assert self.slots is not None and self.counts is not None and self.most is not None
+        assert self.counts is not None and self.most is not None
         slots = torch.arange(begin, end, device=keys.device)
-        write_scattered(self, self.slots, keys, values, indices, slots)
+        write_scattered(self, keys, values, indices, slots)
         self.counts = self.counts + (indices >= 0).sum(1)
         self.most = self.most.maximum(self.counts)
         self.length = end
@@ -179,20 +179,6 @@ class RingStore:
             self.slots, self.counts, self.most = map(function, (self.slots, self.counts, self.most))
 
 
-def check_indices(counts: Tensor, indices: Tensor) -> None:
-    """Raise an error unless new tokens follow the tokens so far.
-
-    counts: number of tokens so far, without padding, (B,).
-    indices: index of each new token in its sequence, (B, T); -1 for padding.
-    """
-    real = indices >= 0
-    if (real & (indices != counts[:, None] + real.cumsum(1) - 1)).any():
-        raise ValueError(
-            "`attention_mask` must mark the same cached tokens as padding as in earlier calls. Pass a mask of all "
-            "tokens, (B, cached + new tokens), to each call."
-        )
-
-
 class FixedStore:
     """Keys and values of a scattered ring whose tensors have constant shapes and addresses.
 
@@ -207,47 +193,37 @@ class FixedStore:
             x.new_zeros(*x.shape[:2], sinks + window + 1, x.shape[3]) for x in (keys.detach(), values.detach())
         )
         self.slots = torch.full((keys.shape[0], sinks + window + 1), -1, device=keys.device)
-        self.counts = torch.zeros(keys.shape[0], dtype=torch.long, device=keys.device)  # of tokens without padding
-        for x in (self.keys, self.values, self.slots, self.counts):
+        for x in (self.keys, self.values, self.slots):
             torch._dynamo.mark_static_address(x)
 
     def stored(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return all keys and values, (B, h, n, D), and their slots, (B, n); -1: the entry is empty."""
         return self.keys[:, :, :-1], self.values[:, :, :-1], self.slots[:, :-1]
 
-    def write(self, keys: Tensor, values: Tensor, indices: Tensor, slots: Tensor) -> None:
-        """Write tokens, (B, h, T, D), with these indices, (B, T), -1 for padding, and slots, (T,)."""
-        write_scattered(self, self.slots, keys, values, indices, slots)
-        self.counts.add_((indices >= 0).sum(1))
-
     def reset(self) -> None:
         self.slots.fill_(-1)
-        self.counts.zero_()
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to all tensors. Their first dimension is that of the rows."""
-        for name in ("keys", "values", "slots", "counts"):
+        for name in ("keys", "values", "slots"):
             setattr(self, name, function(getattr(self, name)))
 
 
 def write_scattered(
-    store: RingStore | FixedStore,
-    slots_of_entries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    indices: Tensor,
-    slots: Tensor,
+    store: RingStore | FixedStore, keys: Tensor, values: Tensor, indices: Tensor, slots: Tensor
 ) -> None:
-    """Write those of the tokens that stay. The others, and padding, go to the last entry.
+    """Write those of the tokens, (B, h, T, D), that stay. The others, and padding, go to the last entry.
 
-    slots_of_entries: `store.slots`.
+    indices: index of each token in its sequence, (B, T); -1 for padding.
+    slots: (T,).
     """
+    assert store.slots is not None
     stays = (indices >= 0) & ((indices < store.sinks) | (indices > indices.amax(1, keepdim=True) - store.window))
     ring = store.sinks + (indices - store.sinks) % store.window
     entries = torch.where(indices < store.sinks, indices, ring)
     entries = torch.where(stays, entries, store.keys.shape[2] - 1)  # (B, T)
-    slots_of_entries.scatter_(1, entries, slots.expand_as(entries))
-    slots_of_entries[:, -1] = -1
+    store.slots.scatter_(1, entries, slots.expand_as(entries))
+    store.slots[:, -1] = -1
     for buffer, new in ((store.keys, keys), (store.values, values)):
         buffer.scatter_(2, entries[:, None, :, None].expand_as(new), new.detach())
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import StaticLayer
 from .cache import NewKeys, ReadKeys, check_layers
 from .groups import Extent, HeadGroup, LayerWindows
 from .masks import CallMask
-from .ragged import FixedStore, MapsRows, check_indices
+from .ragged import FixedStore, MapsRows, write_scattered
 
 
 class StaticWindowLayer(MapsRows, StaticLayer):
@@ -33,13 +33,14 @@ class StaticWindowLayer(MapsRows, StaticLayer):
         self.is_empty = True
         self.full: dict[HeadGroup, StaticLayer] = {}
         self.rings: dict[HeadGroup, FixedStore] = {}
+        self.cached: Tensor | None = None  # see `CallMask.check_cached`
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self.cumulative_length = self.cumulative_length.to(self.device)
         if not torch.compiler.is_compiling():
             torch._dynamo.mark_static_address(self.cumulative_length)
-        self.full, self.rings = {}, {}
+        self.full, self.rings, self.cached = {}, {}, None
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
@@ -75,8 +76,10 @@ class StaticWindowLayer(MapsRows, StaticLayer):
         indices = mask.new_indices(slots) if mask.indexed else slots.expand(len(keys), -1)
         if not torch.compiler.is_compiling():
             self.checker[:] = self.checker or [self]
-            if self.checker[0] is self and group in self.rings:  # one layer is enough, because this waits for a GPU
-                check_indices(self.rings[group].counts, indices)
+            if self.checker[0] is self:  # one layer is enough, because this waits for a GPU
+                # compiled calls leave no record
+                known = slots.new_zeros(len(keys), 0) if self.cached is None else self.cached
+                self.cached = mask.check_cached(known, int(mask.first))
         return self._write(group, extent, keys, values, indices, mask)
 
     def _write(
@@ -87,20 +90,21 @@ class StaticWindowLayer(MapsRows, StaticLayer):
             self.rings[group] = FixedStore(extent.sinks, extent.window, keys, values)
         store = self.rings[group]
         if keys.shape[2] == 1:
-            store.write(keys, values, indices, slots)
+            write_scattered(store, keys, values, indices, slots)
             return ReadKeys(*store.stored(), False)
         read = ReadKeys(keys, values, slots, True)
         if isinstance(mask.first, Tensor):  # something is cached
             old_keys, old_values, old_slots = store.stored()
             old_slots = torch.cat([old_slots, slots.expand(len(keys), -1)], 1)
             read = ReadKeys(torch.cat([old_keys, keys], 2), torch.cat([old_values, values], 2), old_slots, False)
-        store.write(keys, values, indices, slots)
+        write_scattered(store, keys, values, indices, slots)
         return read
 
     def reset(self) -> None:
         """Empty the cache. Its tensors stay where they are, unless the next call has another batch size."""
         self.is_empty = True
         self.cumulative_length.zero_()
+        self.cached = None
         for store in self.stores():
             store.reset()
 
@@ -121,6 +125,7 @@ class StaticWindowLayer(MapsRows, StaticLayer):
             store.map_rows(function)
         if self.is_initialized:
             self.batch_size = len(function(torch.arange(self.batch_size, device=self.device)))
+            self.cached = None if self.cached is None else function(self.cached)
 
 
 class StaticWindowCache(Cache):

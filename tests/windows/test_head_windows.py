@@ -32,7 +32,9 @@ from transformers import (
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics import LocalReader, forgetting_curve
-from hf_longctx.windows import HeadWindows, attention_layers, group_heads, kept_keys
+from hf_longctx.windows import HeadWindows
+from hf_longctx.windows.groups import group_heads, kept_keys
+from hf_longctx.windows.layers import attention_layers
 from hf_longctx.windows.learning import WindowLearner
 
 

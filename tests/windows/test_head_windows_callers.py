@@ -147,7 +147,7 @@ def test_attention_that_is_not_causal():
         model(tokens())
 
 
-@pytest.mark.parametrize("later", ["other padding", "padding of new tokens only", "fewer padded tokens"])
+@pytest.mark.parametrize("later", ["other padding", "padding of new tokens only", "fewer padded tokens", "as many"])
 @torch.no_grad()
 def test_a_mask_that_contradicts_the_cache(later):
     model, windows = windowed()
@@ -158,6 +158,8 @@ def test_a_mask_that_contradicts_the_cache(later):
         changed[0, 20:30] = 0
     elif later == "fewer padded tokens":
         changed[0, 5:] = 1
+    elif later == "as many":
+        changed[0, [0, mask[0].argmax()]] = changed[0, [mask[0].argmax(), 0]]
     else:
         changed[:, :60] = 1
     with pytest.raises(ValueError, match="must mark the same cached tokens as padding"):

@@ -189,6 +189,14 @@ def test_assisted_decoding_equals_greedy_decoding(kind, family):
     assert torch.equal(generate(model, ids, **{CACHE: windows.cache(), **options}), wanted)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_an_assistant_of_the_first_layers(family):
+    """Its layers beyond the exit have no keys to crop."""
+    model, _ = windowed(family)
+    ids = tokens(1, 20).repeat(1, 3)
+    assert torch.equal(generate(model, ids, assistant_early_exit=2), generate(model, ids, use_cache=False))
+
+
 def test_a_cache_continues_a_conversation():
     model, windows = windowed()
     ids, cache = tokens(2, 90), windows.cache()

@@ -132,7 +132,7 @@ def test_a_full_static_cache_raises(family, windows, padding):
 
 
 @pytest.mark.parametrize("windows", [WINDOWS, [[-1] * 4, [8] * 4, [8] * 4]])
-@pytest.mark.parametrize("later", ["no mask", "fewer padded tokens", "other padding", "new padding"])
+@pytest.mark.parametrize("later", ["no mask", "fewer padded tokens", "as many", "other padding", "new padding"])
 @torch.no_grad()
 def test_a_mask_that_contradicts_a_static_cache(later, windows):
     model, windows = windowed(windows=windows)
@@ -143,6 +143,9 @@ def test_a_mask_that_contradicts_a_static_cache(later, windows):
     if later == "fewer padded tokens":
         changed = mask.clone()
         changed[0, 5:] = 1
+    if later == "as many":
+        changed = mask.clone()
+        changed[0, [0, mask[0].argmax()]] = changed[0, [mask[0].argmax(), 0]]
     for size in (1, 10):
         with pytest.raises(ValueError, match="must mark the same cached tokens as padding"):
             part = None if changed is None else changed[:, : 60 + size]
