@@ -295,16 +295,20 @@ def test_windows_are_applied_while_the_model_is_read():
     assert MODEL.config._attn_implementation == attention == "sdpa"
 
 
-def test_windows_of_heads_come_from_a_folder(tmp_path):
+@pytest.mark.parametrize("folder", ["2024", "0.25", "a:b=c"])
+def test_windows_of_heads_come_from_a_folder(folder, tmp_path, monkeypatch):
     """A user types the name of the class and the folder. The model is unchanged afterwards."""
-    HeadWindows([[-1, 5], [8, 16]], sinks=2).save_pretrained(tmp_path)
-    reader = LocalReader(MODEL, f"hf_longctx.windows.HeadWindows:{tmp_path}")
+    monkeypatch.chdir(tmp_path)
+    HeadWindows([[-1, 5], [8, 16]], sinks=2).save_pretrained(folder)
+    reader = LocalReader(MODEL, f"hf_longctx.windows.HeadWindows:{folder}")
     before, plain = vars(MODEL).copy(), MODEL(torch.tensor(CORPUS[None])).logits
     loss = position_loss(reader, CORPUS, context_length=60)
     assert vars(MODEL) == before and torch.equal(MODEL(torch.tensor(CORPUS[None])).logits, plain)
     HeadWindows([[-1, 5], [8, 16]], sinks=2).apply(MODEL)
     try:
         assert position_loss(MODEL, CORPUS, context_length=60).loss == pytest.approx(loss.loss, rel=1e-5)
+        with pytest.raises(ValueError, match=r"would be removed at its end\. Call windows\.remove"):
+            position_loss(reader, CORPUS, context_length=60)
     finally:
         HeadWindows.remove(MODEL)
     assert position_loss(MODEL, CORPUS, context_length=60).loss != pytest.approx(loss.loss, rel=1e-2)

@@ -137,8 +137,10 @@ def context_cache(cache: Any) -> ContextCache:
             return ContextCache(cache, SHORT_NAMES[kind](*arguments, **options))
         module, _, name = kind.rpartition(".")
         found: Any = getattr(importlib.import_module(module), name)
+        if hasattr(found, "from_pretrained"):
+            return of_object(cache, found.from_pretrained(cache.partition(":")[2]))
         if isinstance(found, type) and not issubclass(found, Cache):
-            return of_object(cache, getattr(found, "from_pretrained", found)(*arguments, **options))
+            return of_object(cache, found(*arguments, **options))
         if not callable(found):
             raise TypeError(f"{name} must be a function or a class")
         return ContextCache(cache, lambda model: found(model, *arguments, **options))
@@ -152,7 +154,7 @@ def literal(word: str) -> Any:
     """Parse a number. Any other word is a string."""
     try:
         return literal_eval(word)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return word
 
 
@@ -189,10 +191,19 @@ SHORT_NAMES: dict[str, Callable[..., Callable]] = {
 
 @contextmanager
 def applied(windows: Any, model: nn.Module) -> Iterator[None]:
-    """Prepare a model for windows, if any, inside the `with` statement."""
+    """Prepare a model for windows, if any, inside the `with` statement.
+
+    Raises:
+        ValueError: windows have been applied already.
+    """
     if windows is None:
         yield
         return
+    if any(hasattr(module, "head_windows") for module in model.modules()):
+        raise ValueError(
+            "a model to which windows are applied cannot be measured with a cache of windows, because they would be "
+            "removed at its end. Call windows.remove(model) first."
+        )
     windows.apply(model)
     try:
         yield
