@@ -245,11 +245,12 @@ def tasks(args):
 
 
 def keys(args):
-    installed = [kind for kind in args.caches if importlib.util.find_spec(NEEDS.get(kind, "torch"))]
+    # --minutes 0 measures nothing, so finished rows need no packages
+    kinds = [kind for kind in args.caches if not args.minutes or importlib.util.find_spec(NEEDS.get(kind, "torch"))]
     for name in args.models:
         keeps = sorted(folder.name.removeprefix(f"{name}-") for folder in WINDOWS.glob(f"{name}-*"))
         for task, length in tasks(args):
-            for kind in installed:
+            for kind in kinds:
                 if task in ("novel", "code") and kind not in ("full", "windows", "streaming"):
                     continue  # the cache is compressed after a prompt, and a document does not have one
                 for keep in ["1"] if kind in WHOLE else keeps:
