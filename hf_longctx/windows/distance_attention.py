@@ -5,8 +5,10 @@ Query i of head h attends to key j with the weight w[h, i - j]:
     o_i = sum_j w[h, i - j] exp(s_ij) v_j / sum_j w[h, i - j] exp(s_ij)
 
 Weights of 0 and 1 are a window. The gradient also exists at 0: it is the effect of a key that the window drops. This
-effect is bounded: the logit of a dropped key counts as at most the largest logit of all other keys. A head may have an
-extra logit, whose exponential is added to the denominator.
+effect is bounded: the logit of a dropped key counts as at most the largest logit of the keys with a weight. A head may
+have an extra logit, whose exponential is added to the denominator.
+
+Logits and the gradients of probabilities are float32 if the weights are: bfloat16 would round them before they cancel.
 """
 
 from collections.abc import Iterator
@@ -64,13 +66,13 @@ class DistanceAttention(torch.autograd.Function):
                 divisor += (extra_logits[part[1], None, None] - m).exp()
             output[part] = (p.div_(divisor).to(v.dtype).flatten(1, 2) @ v[:, head, columns]).view_as(output[part])
             largest[part], total[part] = m, divisor
-        ctx.save_for_backward(q, k, v, weights, output, largest, total)
+        ctx.save_for_backward(q, k, v, weights, largest, total)
         ctx.sinks, ctx.scale = sinks, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient):
-        q, k, v, weights, output, largest, total = ctx.saved_tensors
+        q, k, v, weights, largest, total = ctx.saved_tensors
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=weights.dtype) for x in (k, v))
         dweights = F.pad(torch.zeros_like(weights), (0, 2))  # see `table`
@@ -79,9 +81,10 @@ class DistanceAttention(torch.autograd.Function):
             s = logits(q[part], key, ctx.scale, weights.dtype)
             unweighted = s.sub_(largest[part]).clamp_(max=0).exp_().div_(total[part])
             w = table(weights[head])[index]
-            dv[:, head].index_add_(1, columns, ((unweighted * w).to(v.dtype).flatten(1, 2).mT @ do).to(dv.dtype))
-            ds = (do @ value.mT).to(weights.dtype).view_as(s)  # of the probabilities
-            ds.sub_((gradient[part] * output[part]).sum(-1, keepdim=True, dtype=ds.dtype)).mul_(unweighted)
+            p = unweighted * w
+            dv[:, head].index_add_(1, columns, (p.to(v.dtype).flatten(1, 2).mT @ do).to(dv.dtype))
+            ds = (do.to(p.dtype) @ value.mT.to(p.dtype)).view_as(s)  # of the probabilities
+            ds.sub_(p.mul_(ds).sum(-1, keepdim=True)).mul_(unweighted)
             dweights[head].index_add_(0, index.flatten(), ds.sum((0, 1)).flatten())
             ds = ds.mul_(w * ctx.scale).to(q.dtype).flatten(1, 2)
             dq[part] = (ds @ key).view_as(q[part])
@@ -112,7 +115,7 @@ def table(weights: Tensor) -> Tensor:
 
 def logits(q: Tensor, k: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return scale q.k, (B, heads, n, keys), of q (B, heads, n, D) and k (B, keys, D)."""
-    return (q.flatten(1, 2) @ k.mT).to(dtype).mul_(scale).unflatten(1, q.shape[1:3])
+    return (q.flatten(1, 2).to(dtype) @ k.mT.to(dtype)).mul_(scale).unflatten(1, q.shape[1:3])
 
 
 __all__ = ["distance_attention"]

@@ -20,59 +20,12 @@ RECORDS, REPEATED = 8, 4  # number of records in a sequence, and of those that i
 SCORED = 1 / 4  # share of the positions whose distributions are compared; half of them are at the repeated tokens
 # Formats of a record. A name and a number are different in each record.
 FORMATS = "\nThe code of {} is {}.\n", "\nline {}: REGISTER_CONTENT is <{}>\n", "\n{} = {}\n"
-NAMES = [
-    "apple",
-    "amber",
-    "arrow",
-    "basin",
-    "birch",
-    "canyon",
-    "cedar",
-    "cloud",
-    "copper",
-    "coral",
-    "crane",
-    "delta",
-    "ember",
-    "falcon",
-    "field",
-    "forest",
-    "garden",
-    "harbor",
-    "island",
-    "ivory",
-    "jasper",
-    "lantern",
-    "lotus",
-    "maple",
-    "marble",
-    "meadow",
-    "mirror",
-    "mountain",
-    "ocean",
-    "olive",
-    "orchard",
-    "pearl",
-    "pepper",
-    "prairie",
-    "quartz",
-    "raven",
-    "ribbon",
-    "river",
-    "saddle",
-    "silver",
-    "spruce",
-    "stone",
-    "summit",
-    "thunder",
-    "tiger",
-    "timber",
-    "valley",
-    "velvet",
-    "violet",
-    "walnut",
-    "willow",
-]
+NAMES = """
+apple amber arrow basin birch canyon cedar cloud copper coral crane delta ember falcon field forest garden harbor
+island ivory jasper lantern lotus maple marble meadow mirror mountain ocean olive orchard pearl pepper prairie
+quartz raven ribbon river saddle silver spruce stone summit thunder tiger timber valley velvet violet walnut
+willow
+""".split()  # noqa: SIM905
 
 
 class WindowSequences(Dataset):

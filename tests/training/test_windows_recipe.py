@@ -45,6 +45,8 @@ def llama(tmp_path_factory):
         num_key_value_heads=2,
         max_position_embeddings=1024,
         initializer_range=0.3,
+        bos_token_id=None,  # the tokenizer has it
+        eos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)

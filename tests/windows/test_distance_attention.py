@@ -44,6 +44,22 @@ def test_equals_the_definition(tokens, heads, has_extra):
         assert torch.allclose(a, b, atol=1e-12), name
 
 
+@pytest.mark.parametrize("mean", [0, 20])
+def test_the_effects_of_keys_in_bfloat16(mean):
+    """An effect is a difference: values with a large mean would otherwise lose it in bfloat16."""
+    torch.manual_seed(0)
+    q, k, v, gradient = (torch.randn(1, h, 300, 32) for h in (4, 2, 2, 4))
+    v += mean * torch.randn(1, 2, 1, 32)
+    halves = [x.bfloat16() for x in (q, k, v, gradient)]
+    effects = []
+    for dtype in (torch.bfloat16, torch.float64):
+        *inputs, gradient = (x.to(dtype) for x in halves)
+        weights = (torch.arange(300) < 64).expand(2, -1).to(torch.float32 if dtype == torch.bfloat16 else dtype)
+        output = distance_attention(*inputs, weights.requires_grad_(), sinks=4, scale=0.2)
+        effects.append(torch.autograd.grad(output, weights, gradient)[0].double())
+    assert (effects[0] - effects[1]).norm() < 0.005 * effects[1].norm()
+
+
 def test_a_dropped_key_with_a_huge_logit_is_dropped():
     q = torch.ones(1, 1, 9, 4)
     k, v = torch.zeros(1, 1, 9, 4), torch.randn(1, 1, 9, 4)

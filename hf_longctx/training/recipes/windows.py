@@ -23,6 +23,7 @@ REQUIRED = {
     "packing": True,
     "attn_implementation": None,
     "label_smoothing_factor": 0,
+    "neftune_noise_alpha": None,
     "weight_decay": 0,
     "load_best_model_at_end": False,  # open windows would have the lowest loss
     "activation_checkpointing": False,
@@ -123,12 +124,14 @@ save_steps: 4
             tokens = torch.cat([row["input_ids"] for row in islice(trainer.eval_dataset, EVALUATED)]).numpy()
             tokens = tokens[~np.isin(tokens, tokenizer.all_special_ids)]
         copied = min(COPIED, args.max_length // 2 - 2, len(tokens) // COPIES)
+        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}  # configs may lack them
         found = []
         for cache in ("full", windows):
             reader = LocalReader(model, cache=cache)
-            curve = forgetting_curve(reader, tokens, lengths=[copied], repeats=COPIES)
-            loss = position_loss(reader, tokens, context_length=min(args.max_length, len(tokens) - 1), sequences=1)
-            records = line_retrieval(reader, tokenizer, lines=[LINES], repeats=RECORDS, replies=False)
+            curve = forgetting_curve(reader, tokens, lengths=[copied], repeats=COPIES, **ids)
+            length = min(args.max_length, len(tokens) - 1)
+            loss = position_loss(reader, tokens, context_length=length, sequences=1, **ids)
+            records = line_retrieval(reader, tokenizer, lines=[LINES], repeats=RECORDS, replies=False, **ids)
             found.append((curve.points[0].copy_mean, loss.perplexity[-1], np.mean([*records.rates().values()])))
         full, kept = found
         PartialState().print(
