@@ -27,6 +27,11 @@ class NewKeys:
         self.layer, self.keys, self.first = layer, keys, first
         self.stored = False
 
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the new keys. kvpress wraps all attention functions, and compares it with that of the queries."""
+        return self.keys.shape
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

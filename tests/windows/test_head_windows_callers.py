@@ -13,7 +13,7 @@ from tiny_windows import (
     tokens,
     windowed,
 )
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache
 
 from hf_longctx.windows import HeadWindows
 
@@ -138,6 +138,22 @@ def test_attention_weights_are_not_supported():
     for call in (model, model.generate):
         with pytest.raises(NotImplementedError, match="do not return attention weights"):
             call(tokens(), output_attentions=True)
+
+
+@torch.no_grad()
+def test_attention_that_another_package_wraps(monkeypatch):
+    """kvpress wraps all attention functions, and compares the shapes of queries and keys."""
+    functions = AttentionInterface._global_mapping
+
+    def wrapped(module, query, key, *args, attention=functions["head_windows"], **kwargs):
+        assert query.shape[2] == key.shape[2]
+        return attention(module, query, key, *args, **kwargs)
+
+    monkeypatch.setitem(functions, "head_windows", wrapped)
+    model, windows = windowed()
+    ids = tokens()
+    found = in_chunks(model, ids, None, windows.cache(), [60, *[1] * 10])
+    assert difference(found, model(ids, use_cache=False).logits) < ROUNDING
 
 
 def test_attention_that_is_not_causal():
