@@ -35,6 +35,11 @@ class NewKeys:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        return self.__torch_function__()
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Raise an error in all functions of PyTorch."""
         raise NotImplementedError(
             "a cache of HeadWindows requires a model to which the windows are applied, and whose attention passes the "
             "cached keys to transformers' AttentionInterface unchanged. Call windows.apply(model)."
