@@ -277,7 +277,8 @@ class WindowCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, see `WindowLayer.crop`."""
-        layers = [layer for layer in self.layers if layer.is_initialized]  # an assistant may leave out the last layers
+        # an assistant may leave out the last layers
+        layers = [layer for layer in self.layers if layer.is_initialized] or self.layers
         for layer in layers:
             layer.check_crop(tokens_to_remove)
         for layer in layers:

@@ -81,9 +81,7 @@ class CallMask:
     sliding_window: the layer's own window. Older keys are not visible, as padding is not.
     """
 
-    def __init__(
-        self, mask: Tensor | None, first: Any, tokens: int, device: torch.device, sliding_window: int | None = None
-    ):
+    def __init__(self, mask: Tensor | None, first: Any, tokens: int, device: torch.device, sliding_window: int | None):
         self.mask = None if mask is None else mask.to(device)
         self.first, self.tokens, self.device, self.sliding_window = first, tokens, device, sliding_window
         self.indexed = mask is not None and mask.dtype == torch.int32

@@ -246,6 +246,11 @@ def test_crop_removes_one_token_only_once(padding):
 
 
 @torch.no_grad()
+def test_an_empty_cache_cannot_be_cropped():
+    with pytest.raises(ValueError, match="`tokens_to_remove` must be at least 0, got -1"):
+        windowed()[1].cache().crop(-1)
+
+
 def test_a_crop_that_raises_removes_nothing():
     model, windows = windowed(windows=[[-1] * 4, [60] * 4, [8] * 4])
     ids, cache = tokens(), windows.cache()
