@@ -76,7 +76,7 @@ def fill(cache, config, dtype, length):
         if windows := getattr(layer, "windows", None):
             for group in windows.groups:
                 part, extent = [take_heads(x, group.heads) for x in (k, v)], windows.extent(group, None)
-                mask = CallMask(None, 0, length, k.device)
+                mask = CallMask(None, 0, length, k.device, None)
                 layer.append_to_ring(group, extent, *part, mask) if extent else layer.append(group, None, *part, mask)
 
 
