@@ -1,13 +1,14 @@
 """Learn a window for each key head of a frozen model.
 
-The forward pass uses windows as a cache does: a head keeps its first `sinks` keys and its last `window` keys. The loss
-is the Kullback-Leibler divergence of the model without windows and the model with windows, plus a price on the share
-of the cache that the windows keep. The price rises while the share is above its target (dual ascent).
+A window is the first `sinks` keys and the last 2^4, 2^5, ... keys, or all keys. The forward pass uses one window in
+each head, as a cache does. The loss is the Kullback-Leibler divergence of the model without windows and the model with
+them. The gradient is the first-order effect of every window on the loss, whether it is used or not
+(`mixed_attention`).
 
-The windows of a head are 2^4, 2^5, ..., and all keys. The parameter is the base-2 logarithm of the window. Between two
-windows, the loss and the price are interpolated linearly: the keys that only the larger window keeps get a weight. The
-forward pass rounds this weight to 0 or 1, and its gradient passes through the rounding (a straight-through estimate).
-This requires the effect of each dropped key, which `distance_attention` computes.
+The value of the keys that a larger window adds is the absolute difference between the effects of the two windows. The
+sign is ignored: where effects are small, it is noise, and windows would close by chance. Each step averages the values
+with those of earlier steps. It then chooses the windows with the largest sum of values that fit into a share of the
+cache. A head that closes although the model needs it has large values in the next step, and can open again.
 """
 
 import math
@@ -23,32 +24,29 @@ from transformers.modeling_utils import ModuleUtilsMixin
 
 from .attention import attention as plain_attention
 from .attention import check_options
-from .distance_attention import distance_attention
 from .head_windows import HeadWindows
 from .layers import attention_layers, key_heads
+from .mixed_attention import mixed_attention
 
 
 SMALLEST = 4  # log2 of the smallest window
-AVERAGE = 0.2  # weight of a step in the moving average of the windows
-DUAL_RATE = 0.3  # relative change of the price in a step if the share differs from `keep` by keep (1 - keep)
-PRICE = 0.3  # price at the start, in nats for the whole cache
-PRICES = (1e-5, 5.0)  # range of the price
+START = 2  # the share of the cache is limited to this multiple of its target, and the limit falls
+FALL = 1 / 3  # part of the steps in which the limit falls to the target
 NAME = "head_windows_learning"
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, s_aux=None, **kwargs):
-    """Attend with the weights of distances that `WindowLearner` sets, or without windows if it sets none."""
+    """Attend with the weights of windows that `WindowLearner` sets, or without windows if it sets none."""
     check_options(kwargs)
-    weights = module.distance_weights
+    weights = module.window_weights
     if weights is None:
         options = {"scaling": scaling, "s_aux": s_aux, **kwargs}
         return plain_attention(module, query, key, value, attention_mask, **options), None
     if (own := kwargs.get("sliding_window")) is not None and own < query.shape[2]:
         raise NotImplementedError(f"windows cannot be learned in a layer with a sliding window of its own, got {own}.")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = distance_attention(
-        query, key, value, weights, sinks=module.distance_sinks, scale=scale, extra_logits=s_aux
-    )
+    weights, sizes, sinks = weights
+    output = mixed_attention(query, key, value, weights, sizes, sinks=sinks, scale=scale, extra_logits=s_aux)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -63,7 +61,7 @@ def own_window(layer: Any, context: int) -> int | None:
 
 
 class WindowLearner(nn.Module, ModuleUtilsMixin):
-    """A frozen model with learnable windows. Its state dict contains the windows and their price only.
+    """A frozen model with learnable windows. Its state dict contains the windows and their values only.
 
     Args:
         model: a causal language model. Its attention implementation is replaced until `release` is called.
@@ -72,15 +70,19 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         keep_context: number of tokens at which the cache has this share, at least T.
         sinks: number of first tokens that every head keeps.
 
+    Attributes:
+        weights: (layers, Hkv, W) float32, 1 for the chosen window of a head and 0 for the others. Layers with sliding
+            windows of their own are not learned.
+        values: (layers, Hkv, W) float32, moving average of the windows' values, ascending along W.
+
     Raises:
         ValueError: an argument is not as above.
         NotImplementedError: head windows do not support the model's attention.
     """
 
     model: Any
-    log2_windows: nn.Parameter
-    average: Tensor
-    price: Tensor
+    weights: nn.Parameter
+    values: Tensor
 
     def __init__(self, model: Any, max_length: int, keep: float, keep_context: int, sinks: int = 4):
         super().__init__()
@@ -100,22 +102,23 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
                 "--keep_context or a smaller --max_length."
             )
         self.model, self.config = model, model.config
-        self.length, self.keep, self.context, self.sinks = max_length, keep, keep_context, sinks
-        self.sliding = [own_window(layer, keep_context) for layer in self.layers]  # these layers keep their windows
-        learned = [index for index, window in enumerate(self.sliding) if window is None]
-        if not learned:
+        self.keep, self.sinks = keep, sinks
+        self.context = keep_context
+        own = [own_window(layer, keep_context) for layer in self.layers]  # these layers keep their windows
+        self.learned = [index for index, window in enumerate(own) if window is None]
+        if not self.learned:
             raise NotImplementedError("`model` must have layers with full attention; all of its layers have windows.")
-        self.learned = learned
-        self.open = math.log2(max_length)  # log2 of a window that is all keys
-        heads = key_heads(self.layers[0])
+        heads, device = key_heads(self.layers[0]), next(model.parameters()).device
+        self.sizes = 2 ** torch.arange(SMALLEST, max_length.bit_length())  # the largest is all keys
+        self.shares = (self.sizes.double() + sinks) / keep_context  # of the context
+        self.shares[-1] = 1
         # keys that the model's full cache stores, in units of the context
-        self.stored = heads * sum(min(window or keep_context, keep_context) / keep_context for window in self.sliding)
-        device = next(model.parameters()).device
+        self.stored = heads * sum(min(window or keep_context, keep_context) / keep_context for window in own)
+        self.weights = nn.Parameter(torch.zeros(len(self.learned), heads, len(self.sizes), device=device))
+        self.register_buffer("values", torch.zeros_like(self.weights))
         # All heads start with half of a sequence. The heads that retrieve then open, because the loss is large.
-        self.log2_windows = nn.Parameter(torch.full((len(learned), heads), self.open - 1, device=device))
-        self.register_buffer("average", self.log2_windows.detach().clone())
-        self.register_buffer("price", torch.tensor(PRICE, device=device))
-        smallest = self.share(torch.full_like(self.average, SMALLEST))
+        self.choose(torch.full(self.weights.shape[:2], len(self.sizes) - 2))
+        smallest = self.share(torch.zeros_like(self.chosen()))
         if keep < smallest:
             raise ValueError(
                 f"`keep` must be at least {math.ceil(1e4 * smallest) / 1e4} for this model, got {keep}. Layers with sliding "
@@ -126,7 +129,7 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         self.before = model.config._attn_implementation
         model.set_attn_implementation(NAME)
         for layer in self.layers:
-            layer.distance_weights, layer.distance_sinks = None, sinks
+            layer.window_weights = None
 
     def train(self, mode: bool = True) -> "WindowLearner":
         """Do nothing: the model stays in evaluation mode, without dropout."""
@@ -138,13 +141,11 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         return self.model
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Return the windows and their price. The model is not saved, because it does not change."""
-        prefix = kwargs.get("prefix", "")
-        names = ("log2_windows", "average", "price")
-        return {prefix + name: getattr(self, name).detach() for name in names}
+        """Return the windows and their values. The model is not saved, because it does not change."""
+        return {kwargs.get("prefix", "") + name: getattr(self, name).detach() for name in ("weights", "values")}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load windows and their price."""
+        """Load the windows and their values."""
         for name, value in state_dict.items():
             getattr(self, name).data.copy_(value)
         return SimpleNamespace(missing_keys=[], unexpected_keys=[])
@@ -160,78 +161,93 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         positions = scored.any(0).nonzero()[:, 0]
         with torch.no_grad():
             expected = self.log_probs(input_ids, positions)
-        found = self.log_probs(input_ids, positions, self.weights())
+        found = self.log_probs(input_ids, positions, self.weights)
         divergence = (expected.exp() * (expected - found)).sum(-1)[scored[:, positions]].mean()
-        loss = divergence + self.price * self.interpolated_shares().mean()
-        return {"loss": loss, "divergence": divergence.detach()}
+        return {"loss": divergence}
 
     def log_probs(self, input_ids: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the log-probabilities at some positions, (B, n, V) float32, of the model with windows or without."""
+        sizes = self.sizes.to(input_ids.device)
         for index, layer in enumerate(self.learned):
-            self.layers[layer].distance_weights = None if weights is None else weights[index]
+            self.layers[layer].window_weights = None if weights is None else (weights[index], sizes, self.sinks)
         logits = self.model(input_ids, logits_to_keep=positions, use_cache=False).logits
         return F.log_softmax(logits.float(), -1)
 
-    def weights(self) -> Tensor:
-        """Return the weight of each distance, (layers, Hkv, T): 0 or 1, with the gradient of the interpolation."""
-        distance = torch.arange(self.length, device=self.log2_windows.device)
-        size = self.log2_windows[..., None]
-        hard = (distance < 2 ** size.detach().round()).float()
-        below = size.detach().floor().clamp(SMALLEST, self.open - 1)
-        between = distance.clamp(min=1).log2().floor() == below  # keys that only the larger of two windows keeps
-        return hard + between * (size - size.detach())
-
-    def shares(self, log2_windows: Tensor) -> Tensor:
-        """Return the share of the context that windows keep in each head. These windows are integers."""
-        kept = torch.where(log2_windows >= self.open, float(self.context), 2**log2_windows + self.sinks)
-        return kept / self.context
-
-    def share(self, log2_windows: Tensor) -> float:
-        """Return the share of the model's cache that rounded windows keep in the context."""
-        return self.share_of_model(self.shares(log2_windows.round().clamp(SMALLEST, self.open)))
-
-    def share_of_model(self, shares: Tensor) -> float:
-        """Return the share of the model's cache that is kept if the learned heads keep these shares of the context."""
-        return 1 - (1 - shares.cpu().double()).sum().item() / self.stored
-
-    def interpolated_shares(self) -> Tensor:
-        """Return the share of the context that each learned head keeps, interpolated between two windows."""
-        below = self.log2_windows.detach().floor().clamp(SMALLEST, self.open - 1)
-        low, high = self.shares(below), self.shares(below + 1)
-        return low + (self.log2_windows - below) * (high - low)
+    def chosen(self) -> Tensor:
+        """Return the index of each head's window in `sizes`, (layers, Hkv)."""
+        return self.weights.detach().argmax(-1).cpu()
 
     @torch.no_grad()
-    def end_step(self) -> None:
-        """Average the windows and change the price, after a step of the optimizer."""
-        self.log2_windows.clamp_(SMALLEST, self.open)
-        self.average.lerp_(self.log2_windows, AVERAGE)
-        share = self.share_of_model(self.interpolated_shares())  # reacts before a rounded window changes
-        excess = (share - self.keep) / (self.keep * (1 - self.keep))
-        factor = math.exp(min(DUAL_RATE * excess, math.log(PRICES[1] / PRICES[0])))  # a larger one could overflow
-        self.price.mul_(factor).clamp_(*PRICES)
+    def choose(self, chosen: Tensor) -> None:
+        """Set the window of each head to an index in `sizes`, (layers, Hkv)."""
+        self.weights.copy_(F.one_hot(chosen, len(self.sizes)))
 
-    @torch.no_grad()
-    def result(self) -> Tensor:
-        """Return the logarithms of the learned windows: the averages plus one summand, rounded.
+    def share(self, chosen: Tensor) -> float:
+        """Return the share of the model's cache that windows keep in the context."""
+        return 1 - (1 - self.shares[chosen]).sum().item() / self.stored
 
-        The summand rises until the share reaches its target. A window that would then exceed the target does not grow.
+    def best(self, share: float) -> Tensor:
+        """Return the windows with the largest sum of values within a share of the model's cache.
+
+        This is the greedy algorithm for the multiple-choice knapsack problem: the head whose larger window has the
+        largest value per added key grows next. The sum is below the largest possible one by at most the difference
+        between two values of one head.
+
+        Returns:
+            Indices in `sizes`, (layers, Hkv).
         """
-        average = self.average.cpu().double()
-        sizes = torch.full_like(average, SMALLEST)
+        values = self.values.double().cpu().flatten(0, 1)
+        heads = torch.arange(len(values))
+        best = torch.zeros_like(heads)
+        left = self.stored * (share - self.share(best))
         while True:
-            larger = (sizes + 1).clamp(max=self.open)
-            costs = (self.shares(larger) - self.shares(sizes)) / self.stored
-            fits = (costs > 0) & (self.share(sizes) + costs <= self.keep)
-            if not fits.any():
-                return sizes
-            sizes.view(-1)[torch.where(fits, average - sizes, -torch.inf).argmax()] += 1
+            costs = self.shares - self.shares[best, None]
+            gains = (values - values[heads, best, None]) / costs
+            gains[(costs <= 0) | (costs > left)] = -torch.inf
+            head, size = divmod(int(gains.argmax()), len(self.sizes))
+            if gains[head, size] == -torch.inf:
+                return best.view(self.weights.shape[:2])
+            left -= costs[head, size].item()
+            best[head] = size
 
-    def windows(self, log2_windows: Tensor) -> HeadWindows:
-        """Return the windows of all layers for the logarithms of those of the learned layers, (layers, Hkv)."""
-        sizes = log2_windows.round().clamp(SMALLEST, self.open).long().cpu()
-        windows = torch.full((len(self.layers), sizes.shape[1]), -1)
-        windows[self.learned] = torch.where(sizes >= self.open, -1, 2**sizes)
+    def windows(self) -> HeadWindows:
+        """Return the chosen windows, and -1 for the layers that are not learned."""
+        windows = torch.full((len(self.layers), self.weights.shape[1]), -1)
+        sizes = self.sizes.clone()
+        sizes[-1] = -1
+        windows[self.learned] = sizes[self.chosen()]
         return HeadWindows(windows, self.sinks, self.layers[0].config.model_type)
 
 
-__all__ = ["WindowLearner"]
+class WindowOptimizer(torch.optim.Optimizer):
+    """Choose the windows of a `WindowLearner` in each step. See the module docstring.
+
+    Args:
+        params: the learner's weights, or groups of parameters.
+        learner: the learner.
+        steps: number of steps. In the first third, the share of the cache falls to its target.
+        lr: a step has the weight max(lr, 1 / step) in the moving average of the values.
+    """
+
+    def __init__(self, params: Any, learner: WindowLearner, steps: int, lr: float):
+        super().__init__(params, {"lr": lr})
+        self.learner, self.steps = learner, steps
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Average the values, and choose the windows."""
+        weights = self.learner.weights
+        assert weights.grad is not None
+        effects = weights.grad.diff(dim=-1, prepend=weights.grad[..., :1]).abs()
+        values = effects.cumsum(-1) / effects.sum().clamp(
+            min=torch.finfo(effects.dtype).tiny
+        )  # independent of the loss
+        state = self.state[weights]
+        step = state["step"] = state.get("step", 0) + 1
+        self.learner.values.lerp_(values, max(self.param_groups[0]["lr"], 1 / step))
+        target = self.learner.keep
+        excess = (min(START * target, 1) - target) * max(1 - step / (FALL * self.steps), 0)
+        self.learner.choose(self.learner.best(target + excess))
+
+
+__all__ = ["WindowLearner", "WindowOptimizer"]

@@ -92,13 +92,6 @@ def test_the_evaluation_data_are_read_in_any_format(llama, tmp_path, capsys):
     assert "cache" in capsys.readouterr().out and "eval_loss" in log(tmp_path)[-1]
 
 
-def test_the_loss_of_an_evaluation_does_not_depend_on_the_price(llama, tmp_path):
-    run = dict(max_steps=3, eval_data=str(llama / "tokens.npy"), eval_steps=1, learning_rate=1e-9)
-    train(make(values(llama, tmp_path, **run)))
-    found = [entry["eval_loss"] for entry in log(tmp_path) if "eval_loss" in entry]
-    assert len(found) == 3 and len(set(found)) == 1 and found[0] > 0, "the windows do not change"
-
-
 def test_the_context_is_that_of_the_text_model(llama, tmp_path, capsys):
     text = dict(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
@@ -163,6 +156,11 @@ def test_a_finished_run_with_another_share_is_an_error(finished, llama):
             "`load_best_model_at_end` must be False for the recipe windows",
         ),
         ({CHECKPOINTING: True}, f"`{CHECKPOINTING}` must be False for the recipe windows"),
+        ({"max_grad_norm": 1.0}, "`max_grad_norm` must be 0 for the recipe windows, got 1.0"),
+        ({"adam_beta1": 0.5}, "`adam_beta1` must be 0.9 for the recipe windows, got 0.5"),
+        ({"optim": "adafactor"}, "`optim` must be .* for the recipe windows, got .*(?i:adafactor)"),
+        ({"max_steps": -1}, "`max_steps` must be positive for the recipe windows, got -1. Give --max_steps 24"),
+        ({"learning_rate": 2.0}, "`learning_rate` must be from 0 to 1 for the recipe windows, got 2.0"),
         ({"max_length": 500}, "`max_length` must be a power of two of at least 64, got 500. Give --max_length 256"),
         ({"keep_context": 256}, r"`keep_context` must be at least `max_length` \(512\), got 256"),
         ({"keep_context": 0}, "`keep_context` must be at least `max_length` .*, got 0"),

@@ -13,7 +13,7 @@ from hf_longctx.metrics import LocalReader, forgetting_curve
 from hf_longctx.metrics.run.caches import exact_block
 from hf_longctx.windows import HeadWindows
 from hf_longctx.windows.cache import WindowLayer
-from hf_longctx.windows.learning import WindowLearner, attention
+from hf_longctx.windows.learning import WindowLearner, WindowOptimizer, attention
 from hf_longctx.windows.sequences import WindowSequences
 
 
@@ -35,12 +35,10 @@ def batch(seed=0):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "granite", "olmo2", "gpt-oss"])
 def test_training_reads_with_the_windows_that_are_applied_later(family):
     train = learner(family)
-    windows = torch.randint(4, 8, train.log2_windows.shape, generator=torch.Generator().manual_seed(1))
+    train.choose(torch.randint(0, 4, train.chosen().shape, generator=torch.Generator().manual_seed(1)))
     with torch.no_grad():
-        train.log2_windows.copy_(windows + 0.3)
-        positions = torch.arange(LENGTH)
-        found = train.log_probs(batch()["input_ids"], positions, train.weights())
-    learned = train.windows(train.log2_windows)
+        found = train.log_probs(batch()["input_ids"], torch.arange(LENGTH), train.weights)
+    learned = train.windows()
     assert {16, -1} <= {window for row in learned.windows for window in row}
     model = train.release()
     assert not torch.allclose(model(batch()["input_ids"]).logits.log_softmax(-1), found, atol=1e-2)
@@ -63,105 +61,98 @@ def test_layers_whose_config_has_the_sliding_window(family):
         train(**batch())
 
 
-@pytest.mark.parametrize("keep", [0.3, 0.9])
-def test_open_windows_cost_nothing_and_the_price_closes_them(keep):
-    train = learner(keep=keep)
-    with torch.no_grad():
-        train.log2_windows.fill_(train.open)
-    output = train(**batch())
-    assert output["divergence"] < 1e-6 and train.share(train.log2_windows) == 1
-    output["loss"].backward()
-    assert (train.log2_windows.grad > 0).all(), "the price makes windows smaller"
-    price = train.price.item()
-    train.end_step()
-    assert train.price > 1.15 * price, "the share is above its target"
-
-
-def test_a_price_far_from_its_target_reaches_its_limit():
-    train = learner(keep=1e-4, context=10**6)
-    with torch.no_grad():
-        train.log2_windows.fill_(train.open)
-    train.end_step()
-    assert train.price == 5
-
-
-def test_the_gradient_opens_a_window_that_hides_what_the_model_needs():
-    train = learner(keep=0.3)
-    with torch.no_grad():
-        train.log2_windows.fill_(4.4)
-        train.price.fill_(0.0)
-    train(**batch())["loss"].backward()
-    assert train.log2_windows.grad.sum() < 0
-
-
-@pytest.mark.parametrize("size", [4.0, 5.0, 5.5, 6.0, 7.0])
-def test_the_loss_and_the_price_have_the_gradient_of_the_same_keys(size):
-    train = learner(context=LENGTH, sinks=0)
-    with torch.no_grad():
-        train.log2_windows.fill_(size)
-    kept, paid = train.weights().sum(), LENGTH * train.interpolated_shares().sum()
-    gradients = [torch.autograd.grad(count, train.log2_windows)[0] for count in (kept, paid)]
-    assert torch.equal(*gradients) and (gradients[0] > 0).all()
+def test_open_windows_cost_nothing():
+    train = learner()
+    train.choose(torch.full_like(train.chosen(), 3))
+    assert train(**batch())["loss"] < 1e-6 and train.share(train.chosen()) == 1
 
 
 @pytest.mark.parametrize("keep", [0.2, 0.35, 0.6])
-def test_the_result_keeps_the_target_share(keep):
+@pytest.mark.parametrize("seed", range(3))
+def test_the_best_windows_compared_with_all_windows(keep, seed):
     train = learner(keep=keep, context=LENGTH)
-    with torch.no_grad():
-        train.average.uniform_(4, 7)
-    result = train.result()
-    windows = train.windows(result)
-    assert keep - 0.2 < windows.share(LENGTH) <= keep
-    assert windows.share(LENGTH) == pytest.approx(train.share(result))
+    values = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(seed)).cumsum(-1)
+    values[:, 2:] = 0  # 6 of 12 heads
+    train.values.copy_(values)
+    best = train.best(keep)
+
+    def total(chosen):
+        return values.gather(-1, chosen[..., None]).sum().item()
+
+    def every():
+        for sizes in itertools.product(range(4), repeat=6):
+            chosen = torch.zeros_like(best)
+            chosen[:, :2] = torch.tensor(sizes).view(3, 2)
+            if train.share(chosen) <= keep:
+                yield total(chosen)
+
+    assert max(every()) - (values[..., -1] - values[..., 0]).max() <= total(best) <= max(every())
+    train.choose(best)
+    windows = train.windows()
+    assert windows.share(LENGTH) == pytest.approx(train.share(best)) and train.share(best) <= keep
     assert all(window == -1 or window.bit_count() == 1 for row in windows.windows for window in row)
-    grown = result + torch.eye(result.numel()).view(-1, *result.shape)  # one window is larger in each
-    assert all(train.share(x) > keep or x.max() > train.open for x in grown), "no window can grow"
+    for head in (best < 3).nonzero():
+        larger = best.clone()
+        larger[tuple(head)] += 1
+        assert train.share(larger) > keep, "no window can grow"
 
 
-def test_the_price_follows_windows_before_their_rounding_changes():
-    train = learner(keep=0.6, context=LENGTH)
-    with torch.no_grad():
-        train.log2_windows.fill_(6.4)  # 64 of 128 tokens if rounded, a share of 0.53
-        train.price.fill_(1.0)
-    assert train.share(train.log2_windows) < 0.6
-    train.end_step()
-    assert train.price > 1
-
-
-def test_learning_keeps_the_heads_that_the_model_needs():
+@pytest.mark.parametrize("start", range(4))
+def test_heads_that_the_model_needs_open_from_any_window(start):
     model = make("llama", torch.float32)
     with torch.no_grad():
         for layer in model.model.layers:  # the values of three of four key heads are zero
             layer.self_attn.v_proj.weight[layer.self_attn.head_dim :] = 0
     train = WindowLearner(model, LENGTH, keep=0.4, keep_context=LENGTH)
-    optimizer = torch.optim.Adam([train.log2_windows], lr=0.3)
-    for step in range(8):
+    train.choose(torch.full_like(train.chosen(), start))
+    optimizer = WindowOptimizer(train.parameters(), train, steps=6, lr=0.3)
+    shares = []
+    for step in range(6):
         optimizer.zero_grad()
         train(**batch(step))["loss"].backward()
         optimizer.step()
-        train.end_step()
-    result = train.result()
-    assert (result[:, :1] > result[:, 1:]).all()
+        shares.append(train.share(train.chosen()))
+    assert 0.4 < shares[0] <= 0.6 and max(shares[1:]) <= 0.4, "falls to its target in a third of the steps"
+    assert (train.chosen()[:, :1] > train.chosen()[:, 1:]).all()
+
+
+@pytest.mark.parametrize(("lr", "weights"), [(0.0, [1 / 4] * 4), (0.5, [1 / 8, 1 / 8, 1 / 4, 1 / 2])])
+def test_the_values_are_averages_of_the_magnitudes_of_all_steps(lr, weights):
+    train = learner()
+    optimizer = WindowOptimizer(train.parameters(), train, steps=6, lr=lr)
+    effects = torch.randn(4, *train.weights.shape, generator=torch.Generator().manual_seed(0))
+    for scale, effect in enumerate(effects, 1):
+        train.weights.grad = scale * effect.cumsum(-1)
+        optimizer.step()
+    effects[..., 0] = 0  # all heads keep the keys of the smallest window
+    values = effects.abs().cumsum(-1) / effects.abs().sum((1, 2, 3), keepdim=True)
+    expected = (torch.tensor(weights)[:, None, None, None] * values).sum(0)
+    assert torch.allclose(train.values, expected, atol=1e-6)
+
+
+def test_a_loss_without_a_gradient_does_not_change_the_order_of_the_values():
+    train = learner()
+    train.weights.grad = torch.zeros_like(train.weights)
+    WindowOptimizer(train.parameters(), train, steps=6, lr=0.3).step()
+    assert (train.values == 0).all()
 
 
 def test_layers_with_sliding_windows_are_not_learned():
     train = learner("gemma3")
-    assert train.log2_windows.shape == (1, 4)
-    assert [set(row) for row in train.windows(train.result()).windows][::2] == [{-1}, {-1}]
+    assert train.weights.shape == (1, 4, 4)
+    assert [set(row) for row in train.windows().windows] == [{-1}, {64}, {-1}]
+    train.choose(torch.ones_like(train.chosen()))
     # 4 heads: two layers of 24 keys, and one of 256
-    with torch.no_grad():
-        train.log2_windows.fill_(5)
-    assert train.share(train.log2_windows) == pytest.approx((2 * 24 + 32 + 4) / (2 * 24 + 256))
+    assert train.share(train.chosen()) == pytest.approx((2 * 24 + 32 + 4) / (2 * 24 + 256))
 
 
 def test_the_state_contains_the_windows_only():
     train, other = learner(), learner()
-    with torch.no_grad():
-        train.log2_windows.fill_(5.25)
-    train.end_step()
-    assert sum(x.numel() for x in train.state_dict().values()) < 50
+    train.choose(torch.arange(12).view(3, 4) % 4)
+    train.values.uniform_()
+    assert sum(x.numel() for x in train.state_dict().values()) < 100
     other.load_state_dict(train.state_dict(), strict=False)
-    assert all(torch.equal(a, b) for a, b in zip(train.state_dict().values(), other.state_dict().values()))
+    assert other.windows() == train.windows() and torch.equal(other.values, train.values)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +228,7 @@ def test_sequences_repeat_passages_and_records():
 
 def test_learned_windows_are_saved_and_applied(tmp_path):
     train = learner()
-    windows = train.windows(train.log2_windows)
+    windows = train.windows()
     windows.save_pretrained(tmp_path)
     assert HeadWindows.from_pretrained(tmp_path) == windows
 

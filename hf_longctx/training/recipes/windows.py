@@ -1,17 +1,18 @@
 """Learning of a window per key head, for a smaller key/value cache."""
 
+from dataclasses import fields
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 
 from ...corpus import load_tokens
 from ...metrics import LocalReader, forgetting_curve, line_retrieval, position_loss
 from ...metrics.run.model import text_config
-from ...windows.learning import WindowLearner
+from ...windows.learning import WindowLearner, WindowOptimizer
 from ...windows.sequences import WindowSequences
 from ..loading import check_length, load_base
 from ..trainer import LongContextTrainer
@@ -25,10 +26,13 @@ REQUIRED = {
     "label_smoothing_factor": 0,
     "neftune_noise_alpha": None,
     "weight_decay": 0,
+    "max_grad_norm": 0,
     "load_best_model_at_end": False,  # open windows would have the lowest loss
     "activation_checkpointing": False,
     "gradient_checkpointing": False,  # the name before transformers 5.24
 }
+# Options of gradient steps. Windows are not learned by these.
+UNUSED = "optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"
 # What the learned windows retain is measured on held-out text
 COPIED, COPIES = 1000, 4  # tokens of a passage to copy, and number of passages
 LINES, RECORDS = 10, 10  # lines of a record, and number of records
@@ -40,22 +44,26 @@ class WindowTrainer(LongContextTrainer):
 
     def __init__(self, model: Any, args: Any, train_dataset: Any, callbacks: list[Any], **kwargs: Any):
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
-        steps = args.max_steps if args.max_steps > 0 else len(train_dataset) // args.sequences_per_step
-        sequences = WindowSequences(train_dataset, tokenizer, steps * args.sequences_per_step, args.data_seed)
-        callbacks = [*callbacks, WindowCallback()]
-        super().__init__(model=model, args=args, train_dataset=sequences, callbacks=callbacks, **kwargs)
+        sequences = WindowSequences(train_dataset, tokenizer, args.max_steps * args.sequences_per_step, args.data_seed)
+        optimizer = WindowOptimizer, {"learner": model, "steps": args.max_steps, "lr": args.learning_rate}
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=sequences,
+            optimizer_cls_and_kwargs=optimizer,
+            callbacks=callbacks,
+            **kwargs,
+        )
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         output = model(inputs["input_ids"], inputs["labels"])
-        loss = output["loss" if torch.is_grad_enabled() else "divergence"]  # the price is not part of an evaluation
-        return (loss, output) if return_outputs else loss
+        return (output["loss"], output) if return_outputs else output["loss"]
 
     def log(self, logs, *args, **kwargs):
-        """Log the share of the cache and its price with each loss."""
+        """Log the share of the cache after the step with each loss."""
         if "loss" in logs:
             learner = self.accelerator.unwrap_model(self.model)
-            share, price = learner.share(learner.log2_windows), learner.price.item()
-            logs |= {"share": float(f"{share:.4g}"), "price": float(f"{price:.4g}")}
+            logs |= {"share": float(f"{learner.share(learner.chosen()):.4g}")}
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
@@ -64,14 +72,8 @@ class WindowTrainer(LongContextTrainer):
             super().save_model(output_dir, _internal_call)
         elif self.is_world_process_zero():
             learner = self.accelerator.unwrap_model(self.model)
-            learner.windows(learner.result()).save_pretrained(output_dir or self.args.output_dir)
-
-
-class WindowCallback(TrainerCallback):
-    """Change the price after each step."""
-
-    def on_step_end(self, args, state, control, model: Any = None, **kwargs):
-        model.end_step()
+            learner.choose(learner.best(learner.keep))  # a callback may have stopped the run before the share fell
+            learner.windows().save_pretrained(output_dir or self.args.output_dir)
 
 
 @register_recipe("windows")
@@ -87,8 +89,6 @@ max_length: 2048
 use_peft: false
 learning_rate: 0.3
 lr_scheduler_type: linear
-adam_beta1: 0.9
-adam_beta2: 0.9
 max_grad_norm: 0
 max_steps: 24
 save_steps: 4
@@ -99,11 +99,21 @@ save_steps: 4
 
     def load(self, args, config):
         """Load the frozen model, and add learnable windows."""
-        for name, value in REQUIRED.items():
+        unused = {field.name: field.default for field in fields(args) if field.name in UNUSED}
+        for name, value in (REQUIRED | unused).items():
             if getattr(args, name, value) != value:
                 raise ValueError(
                     f"`{name}` must be {value} for the recipe windows, got {getattr(args, name)}. Remove it."
                 )
+        if args.max_steps < 1:
+            raise ValueError(
+                f"`max_steps` must be positive for the recipe windows, got {args.max_steps}. Give --max_steps 24."
+            )
+        if not 0 <= args.learning_rate <= 1:
+            raise ValueError(
+                f"`learning_rate` must be from 0 to 1 for the recipe windows, got {args.learning_rate}. It is the weight of "
+                "a step in an average. Give --learning_rate 0.3."
+            )
         model = load_base(args, config)
         check_length(model, args.max_length)
         context = args.keep_context
@@ -114,9 +124,7 @@ save_steps: 4
     def finish(self, args, trainer, tokenizer):
         """Print what the windows cost on held-out text. The processes share the measurements."""
         model = trainer.accelerator.unwrap_model(trainer.model)
-        learned, context = model.result(), model.context
-        windows = model.windows(learned)
-        share = model.share(learned)
+        windows, share, context = model.windows(), model.share(model.chosen()), model.context
         model = model.release()
         if trainer.eval_dataset is None:
             tokens = load_tokens(tokenizer, "stdlib").tokens
