@@ -1,5 +1,6 @@
 """The recipe windows: it learns, resumes, writes head_windows.json, and prints what the windows cost."""
 
+import json
 import re
 import signal
 
@@ -121,6 +122,20 @@ def test_a_stopped_run_resumes_with_the_losses_of_an_uninterrupted_one(finished,
     train(make(values(llama, tmp_path)))
     assert log(tmp_path) == log(finished)
     assert HeadWindows.from_pretrained(tmp_path / "model") == HeadWindows.from_pretrained(finished / "model")
+
+
+def test_a_run_that_a_callback_stops_keeps_the_share(llama, tmp_path, monkeypatch):
+    step = LongContextTrainer.training_step
+
+    def stopped(self, *args, **kwargs):
+        self.control.should_training_stop = True
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(LongContextTrainer, "training_step", stopped)
+    train(make(values(llama, tmp_path, max_steps=9)))
+    (first, *_) = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert len(losses(tmp_path)) == 1 and first["share"] > 0.4, "the first step has a larger share"
+    assert HeadWindows.from_pretrained(tmp_path / "model").share(1024) <= 0.4
 
 
 @pytest.mark.slow

@@ -70,9 +70,10 @@ class WindowTrainer(LongContextTrainer):
         """Save the state of the learner in a checkpoint, and `head_windows.json` at the end of the run."""
         if _internal_call:
             super().save_model(output_dir, _internal_call)
-        elif self.is_world_process_zero():
-            learner = self.accelerator.unwrap_model(self.model)
-            learner.choose(learner.best(learner.keep))  # a callback may have stopped the run before the share fell
+            return
+        learner = self.accelerator.unwrap_model(self.model)
+        learner.choose(learner.best(learner.keep))  # a callback may have stopped the run before the share fell
+        if self.is_world_process_zero():
             learner.windows().save_pretrained(output_dir or self.args.output_dir)
 
 
