@@ -239,9 +239,8 @@ class WindowOptimizer(torch.optim.Optimizer):
         weights = self.learner.weights
         assert weights.grad is not None
         effects = weights.grad.diff(dim=-1, prepend=weights.grad[..., :1]).abs()
-        values = effects.cumsum(-1) / effects.sum().clamp(
-            min=torch.finfo(effects.dtype).tiny
-        )  # independent of the loss
+        total = effects.sum().clamp(min=torch.finfo(effects.dtype).tiny)
+        values = effects.cumsum(-1) / total  # all steps have values of the same size
         state = self.state[weights]
         step = state["step"] = state.get("step", 0) + 1
         self.learner.values.lerp_(values, max(self.param_groups[0]["lr"], 1 / step))
