@@ -64,6 +64,7 @@ def train(args: RunConfig) -> int:
         check_fingerprint(folder, found)
     if is_finished:
         PartialState().print(f"{folder} is finished: the model is in {folder / MODEL}.", file=sys.stderr)
+        args.get_recipe().finish(args, trainer, tokenizer, folder / MODEL)
         return 0
     if checkpoint is not None:
         # a callback may have finished the run before `max_steps`
@@ -97,7 +98,7 @@ def train(args: RunConfig) -> int:
     trainer.accelerator.wait_for_everyone()  # a second training stage may load the model in all processes
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     PartialState().print(f"wrote {folder / MODEL}; the last loss is {losses[-1]:.4f}", file=sys.stderr)
-    args.get_recipe().finish(args, trainer, tokenizer)
+    args.get_recipe().finish(args, trainer, tokenizer, folder / MODEL)
     if in_use is not None:
         in_use.close()
     return 0

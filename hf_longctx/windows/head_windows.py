@@ -14,7 +14,7 @@ from transformers.utils import PushToHubMixin, cached_file
 from .attention import NAME
 from .cache import WindowCache
 from .groups import LayerWindows, kept_keys
-from .layers import attention_layers, decoder_of, key_heads
+from .layers import attention_layers, decoder_of, key_heads, own_window
 from .static_cache import StaticWindowCache
 
 
@@ -72,14 +72,19 @@ class HeadWindows(PushToHubMixin):
         """The windows of each layer."""
         return [LayerWindows(tuple(row), self.sinks) for row in self.windows]
 
-    def share(self, context: int) -> float:
-        """Return the share of the keys that the heads keep after `context` tokens, if no layer has its own window.
+    def share(self, context: int, model: nn.Module | None = None) -> float:
+        """Return the share of the keys in the model's cache that the heads keep after `context` tokens.
+
+        model: a model whose layers have sliding windows of their own. Default None: all layers have full attention.
 
         >>> HeadWindows([[-1, 96]]).share(1000)
         0.55
         """
-        heads = [window for row in self.windows for window in row]
-        return sum(kept_keys(window, self.sinks, context) for window in heads) / (len(heads) * context)
+        layers = [None] * len(self.windows) if model is None else attention_layers(model)
+        reaches = [context if layer is None else own_window(layer, context) or context for layer in layers]
+        heads = [(window, reach) for row, reach in zip(self.windows, reaches) for window in row]
+        kept = sum(min(kept_keys(window, self.sinks, context), reach) for window, reach in heads)
+        return kept / sum(reach for _, reach in heads)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Let a model attend only to the keys inside the windows, with and without a cache. Return the model.

@@ -81,6 +81,12 @@ def decoder_of(model: nn.Module, layers: list[Any]) -> Any:
     return smallest
 
 
+def own_window(layer: Any, context: int) -> int | None:
+    """Return the sliding window of a layer. None: it has none, or none that is shorter than the context."""
+    window = getattr(layer, "sliding_window", getattr(layer.config, "sliding_window", None))
+    return None if window is None or window >= context else window
+
+
 def key_heads(layer: Any) -> int:
     """Return the number of key heads of an attention module."""
     return layer.config.num_attention_heads // layer.num_key_value_groups

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ModuleUtilsMixin
 from .attention import attention as plain_attention
 from .attention import check_options
 from .head_windows import HeadWindows
-from .layers import attention_layers, key_heads
+from .layers import attention_layers, key_heads, own_window
 from .mixed_attention import mixed_attention
 
 
@@ -52,12 +52,6 @@ def attention(module, query, key, value, attention_mask, scaling=None, s_aux=Non
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-def own_window(layer: Any, context: int) -> int | None:
-    """Return the sliding window of a layer. None: it has none, or none that is shorter than the context."""
-    window = getattr(layer, "sliding_window", getattr(layer.config, "sliding_window", None))
-    return None if window is None or window >= context else window
 
 
 class WindowLearner(nn.Module, ModuleUtilsMixin):

@@ -42,9 +42,7 @@ from hf_longctx.metrics.report.paired import interval
 from hf_longctx.metrics.run.reader import special_ids
 from hf_longctx.metrics.tasks.lines import draw_record
 from hf_longctx.windows import HeadWindows
-from hf_longctx.windows.groups import kept_keys
-from hf_longctx.windows.layers import attention_layers
-from hf_longctx.windows.learning import own_window
+from hf_longctx.windows.layers import attention_layers, own_window
 from scripts.bench import common
 from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import DAY, make_parser, measure_parts, run
@@ -122,21 +120,6 @@ def windows_of(name, keep):
     return HeadWindows.from_pretrained(WINDOWS / f"{name}-{keep}")
 
 
-def layer_windows(name):
-    """Return the sliding window of each layer of a model; None: it has full attention."""
-    return [own_window(layer, math.inf) for layer in attention_layers(load(name)[0])]
-
-
-def share(name, keep, context):
-    """Return the share of the model's cache that learned windows keep of a context."""
-    windows, kept, stored = windows_of(name, keep), 0, 0
-    for row, sliding in zip(windows.windows, layer_windows(name)):
-        reach = min(context, sliding or context)
-        stored += reach * len(row)
-        kept += sum(min(kept_keys(window, windows.sinks, context), reach) for window in row)
-    return kept / stored
-
-
 def reader_of(name, kind, keep, context):
     """Return the reader of a model whose cache keeps as much of a context as the learned windows."""
     model = load(name)[0]
@@ -148,7 +131,7 @@ def reader_of(name, kind, keep, context):
     if kind in PRESSES:
         return LocalReader(model, cache=f"{PRESSES[kind]}:{1 - windows.share(context):.4f}")
     if kind == "streaming":
-        pairs = [*zip(windows.windows, layer_windows(name))]
+        pairs = [(row, own_window(x, math.inf)) for row, x in zip(windows.windows, attention_layers(model))]
         learned = HeadWindows([row for row, sliding in pairs if sliding is None], windows.sinks)
         window = max(1, round(learned.share(context) * context) - windows.sinks)
         windows = HeadWindows([[-1 if sliding else window] * len(row) for row, sliding in pairs], windows.sinks)
@@ -262,7 +245,8 @@ def measure(args):
         for found in measure_parts(measure_one, [key], args):
             model, _, keep, _, length = key
             if keep != "1":  # the share of the keys that the cache keeps in this measurement, and of a longer context
-                found = found | {"share": share(model, keep, length), "share_8192": share(model, keep, 8192)}
+                share = partial(windows_of(model, keep).share, model=load(model)[0])
+                found = found | {"share": share(length), "share_8192": share(8192)}
             mean = float(np.mean(found.get("shares", found.get("losses"))))
             yield dict(zip(("model", "cache", "keep", "task", "length"), key)) | found | {"mean": mean}
 

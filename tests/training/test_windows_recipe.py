@@ -87,6 +87,20 @@ def test_the_run_prints_what_the_windows_cost(finished, llama, tmp_path, capsys)
     ), printed
 
 
+def test_a_killed_measurement_is_repeated(finished, llama, tmp_path, monkeypatch, capsys):
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_longctx.training.recipes.windows.line_retrieval", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(make(values(llama, tmp_path)))
+    monkeypatch.undo()
+    capsys.readouterr()
+    for _ in range(2):  # the second time, the sentence is read
+        train(make(values(llama, tmp_path)))
+        assert capsys.readouterr().out.strip() == (finished / "model" / "cost.txt").read_text()
+
+
 def test_the_evaluation_data_are_read_in_any_format(llama, tmp_path, capsys):
     mixture = "{0}=0.7,{0}=0.3".format(llama / "tokens.npy")
     train(make(values(llama, tmp_path, max_steps=1, eval_data=mixture, eval_steps=1)))

@@ -1,6 +1,7 @@
 """The protocol and the registry of recipes."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..loading import check_length, load_base
@@ -55,8 +56,11 @@ class Recipe:
         """Return the names of modules that are trained in full, alongside LoRA. They are the last parts of paths."""
         return []
 
-    def finish(self, args: Any, trainer: Any, tokenizer: Any) -> None:
-        """Report on the trained model, after it has been saved. All processes call this."""
+    def finish(self, args: Any, trainer: Any, tokenizer: Any, folder: Path) -> None:
+        """Report on the model that is saved in a folder.
+
+        All processes call this at the end of a run, and if a finished run is repeated.
+        """
 
 
 def register_recipe(name: str) -> Callable[[RecipeClass], RecipeClass]:

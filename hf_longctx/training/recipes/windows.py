@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from ...corpus import load_tokens
 from ...metrics import LocalReader, forgetting_curve, line_retrieval, position_loss
 from ...metrics.run.model import text_config
+from ...windows import HeadWindows
 from ...windows.learning import WindowLearner, WindowOptimizer
 from ...windows.sequences import WindowSequences
 from ..loading import check_length, load_base
@@ -33,6 +34,7 @@ REQUIRED = {
 }
 # Options of gradient steps. Windows are not learned by these.
 UNUSED = "optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon"
+COST = "cost.txt"
 # What the learned windows retain is measured on held-out text
 COPIED, COPIES = 1000, 4  # tokens of a passage to copy, and number of passages
 LINES, RECORDS = 10, 10  # lines of a record, and number of records
@@ -81,7 +83,7 @@ class WindowTrainer(LongContextTrainer):
 class Windows(Recipe):
     """Learn which key heads may forget: a window for each key head of a frozen model, for a smaller cache.
 
-    RUN/model contains `head_windows.json`. All values are ours.
+    RUN/model contains `head_windows.json`, and what the windows cost in `cost.txt`. All values are ours.
     """
 
     defaults = """
@@ -122,11 +124,20 @@ save_steps: 4
             context = getattr(text_config(model), "max_position_embeddings", None) or args.max_length
         return WindowLearner(model.eval(), args.max_length, args.keep, context)
 
-    def finish(self, args, trainer, tokenizer):
-        """Print what the windows cost on held-out text. The processes share the measurements."""
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        windows, share, context = model.windows(), model.share(model.chosen()), model.context
-        model = model.release()
+    def finish(self, args, trainer, tokenizer, folder):
+        """Print what the windows cost on held-out text. A finished run that is repeated prints the same line."""
+        file = folder / COST
+        if not file.exists():
+            text = self.measure(args, trainer, tokenizer, HeadWindows.from_pretrained(folder))
+            if trainer.is_world_process_zero():
+                file.write_text(text)
+        trainer.accelerator.wait_for_everyone()
+        PartialState().print(file.read_text())
+
+    def measure(self, args, trainer, tokenizer, windows):
+        """Measure what the windows cost, and return a sentence. The processes share the measurements."""
+        learner = trainer.accelerator.unwrap_model(trainer.model)
+        model, context = learner.release(), learner.context
         if trainer.eval_dataset is None:
             tokens = load_tokens(tokenizer, "stdlib").tokens
         else:
@@ -143,7 +154,7 @@ save_steps: 4
             records = line_retrieval(reader, tokenizer, lines=[LINES], repeats=RECORDS, replies=False, **ids)
             found.append((curve.points[0].copy_mean, loss.perplexity[-1], np.mean([*records.rates().values()])))
         full, kept = found
-        PartialState().print(
-            f"cache {share:.0%} at {context:,} tokens; copies {copied:,} tokens at {kept[0]:.0%} (model: "
-            f"{full[0]:.0%}), perplexity {kept[1] / full[1] - 1:+.1%}, lines {kept[2]:.0%} ({full[2]:.0%})"
+        return (
+            f"cache {windows.share(context, model):.0%} at {context:,} tokens; copies {copied:,} tokens at "
+            f"{kept[0]:.0%} (model: {full[0]:.0%}), perplexity {kept[1] / full[1] - 1:+.1%}, lines {kept[2]:.0%} ({full[2]:.0%})"
         )
