@@ -193,8 +193,9 @@ def lines(reader, name, length):
 def loss(reader, tokens, length, pieces):
     """Return the mean loss of each piece after its first `SKIPPED` tokens."""
     losses, step = [], (len(tokens) - length) // pieces
+    bos, _ = special_ids(reader, None, None)  # Gemma's activations are extreme without its BOS
     for begin in range(0, pieces * step, step):
-        ids = tokens[begin : begin + length]
+        ids = np.append(bos, tokens[begin : begin + length])[:length]
         with reader.reading(ids[:SKIPPED], None):
             log_probs, _ = reader.score(ids[:-1], ids[SKIPPED:], range(SKIPPED - 1, length - 1), context=1)
         losses.append(-float(np.mean(log_probs)))
