@@ -69,9 +69,9 @@ GAP, GAP_PASSAGE, QUESTIONS, PIECES, SKIPPED = 1000, 250, 10, 3, 256
 RECORDS = {2000: 10, 8000: 6}  # records of lines, by the number of tokens of a record and its questions
 SHOWN = 2000  # tokens of a passage in the figure
 COPIES = """
-| model | cache | windows | share of the cache at 8,192 tokens | copies 250 tokens | 1,000 | 2,000 | 4,000 |\
+| model | cache | windows | share of the cache at 8,192 tokens | copies 250 tokens | 1,000 | 2,000 |\
  gap copies | digits of lines, 2,000 tokens | 8,000 | needle, 2,000 tokens |
-| {model} | {cache} | {keep} | {share:.1%} | {copy[250]} | {copy[1000]} | {copy[2000]} | {copy[4000]} |\
+| {model} | {cache} | {keep} | {share:.1%} | {copy[250]} | {copy[1000]} | {copy[2000]} |\
  {gap[1250]} | {lines[2000]} | {lines[8000]} | {needle[2000]} |
 """
 PERPLEXITY = """
@@ -87,6 +87,11 @@ def load(name):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     return model, tokenizer, encode(tokenizer, gzip.open(NOVEL, "rt").read())
+
+
+def bos_of(tokenizer):
+    """Return the BOS as a list. Gemma needs it. Qwen has none, although its config names a token."""
+    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
 
 def encode(tokenizer, text):
@@ -152,7 +157,7 @@ def gap_copies(reader, name, args):
     """Return the share of tokens copied of each passage, after other text."""
     _, tokenizer, novel = load(name)
     rng, shares = np.random.default_rng(0), []
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    bos = bos_of(tokenizer)
     for _ in range(args.repeats):
         begin, other = rng.integers(len(novel) // 2 - GAP, size=2)
         passage = novel[begin : begin + GAP_PASSAGE]
@@ -190,12 +195,11 @@ def lines(reader, name, length):
     return shares
 
 
-def loss(reader, tokens, length, pieces):
+def loss(reader, bos, tokens, length, pieces):
     """Return the mean loss of each piece after its first `SKIPPED` tokens."""
     losses, step = [], (len(tokens) - length) // pieces
-    bos, _ = special_ids(reader, None, None)  # Gemma's activations are extreme without its BOS
     for begin in range(0, pieces * step, step):
-        ids = np.append(bos, tokens[begin : begin + length])[:length]
+        ids = np.append(bos, tokens[begin : begin + length]).astype(np.int64)[:length]
         with reader.reading(ids[:SKIPPED], None):
             log_probs, _ = reader.score(ids[:-1], ids[SKIPPED:], range(SKIPPED - 1, length - 1), context=1)
         losses.append(-float(np.mean(log_probs)))
@@ -217,9 +221,10 @@ def measure_one(name, kind, keep, task, length, args):
         answers = [answer for cell in found.cells for answer in cell.answers]
         return {"shares": [float(x.exact) for x in answers], "answer_log_probs": [x.log_prob for x in answers]}
     if task == "novel":
-        return {"losses": loss(reader, novel, length, PIECES)}
+        return {"losses": loss(reader, bos_of(tokenizer), novel, length, PIECES)}
     files = [Path(sysconfig.get_paths()["stdlib"], file).read_text() for file in CODE]
-    return {"losses": [x for text in files for x in loss(reader, encode(tokenizer, text), length, 1)]}
+    bos = bos_of(tokenizer)
+    return {"losses": [x for text in files for x in loss(reader, bos, encode(tokenizer, text), length, 1)]}
 
 
 def tasks(args):
@@ -324,7 +329,7 @@ def draw(result, path):
 def main(arguments=None):
     models = [name for name in PACKAGES if any(WINDOWS.glob(f"{name}-*"))]
     defaults = dict(
-        models=models, caches=[*CACHES], lengths=[250, 1000, 2000, 4000], repeats=10, contexts=[2048, 8192]
+        models=models, caches=[*CACHES], lengths=[250, 1000, 2000], repeats=10, contexts=[2048, 8192]
     )
     run(
         make_parser(__spec__.name, __doc__, "learned_windows", **defaults, minutes=DAY, device="cpu"),
