@@ -89,11 +89,6 @@ def load(name):
     return model, tokenizer, encode(tokenizer, gzip.open(NOVEL, "rt").read())
 
 
-def bos_of(tokenizer):
-    """Return the BOS as a list. Gemma needs it. Qwen has none, although its config names a token."""
-    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-
-
 def encode(tokenizer, text):
     return np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -157,7 +152,7 @@ def gap_copies(reader, name, args):
     """Return the share of tokens copied of each passage, after other text."""
     _, tokenizer, novel = load(name)
     rng, shares = np.random.default_rng(0), []
-    bos = bos_of(tokenizer)
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for _ in range(args.repeats):
         begin, other = rng.integers(len(novel) // 2 - GAP, size=2)
         passage = novel[begin : begin + GAP_PASSAGE]
@@ -220,10 +215,10 @@ def measure_one(name, kind, keep, task, length, args):
         found = needle_in_a_haystack(reader, tokenizer, novel, lengths=[length], depths=[5], repeats=2, replies=False)
         answers = [answer for cell in found.cells for answer in cell.answers]
         return {"shares": [float(x.exact) for x in answers], "answer_log_probs": [x.log_prob for x in answers]}
+    bos = tokenizer("")["input_ids"]  # only Gemma's tokenizer adds one
     if task == "novel":
-        return {"losses": loss(reader, bos_of(tokenizer), novel, length, PIECES)}
+        return {"losses": loss(reader, bos, novel, length, PIECES)}
     files = [Path(sysconfig.get_paths()["stdlib"], file).read_text() for file in CODE]
-    bos = bos_of(tokenizer)
     return {"losses": [x for text in files for x in loss(reader, bos, encode(tokenizer, text), length, 1)]}
 
 
@@ -328,9 +323,7 @@ def draw(result, path):
 
 def main(arguments=None):
     models = [name for name in PACKAGES if any(WINDOWS.glob(f"{name}-*"))]
-    defaults = dict(
-        models=models, caches=[*CACHES], lengths=[250, 1000, 2000], repeats=10, contexts=[2048, 8192]
-    )
+    defaults = dict(models=models, caches=[*CACHES], lengths=[250, 1000, 2000], repeats=10, contexts=[2048, 8192])
     run(
         make_parser(__spec__.name, __doc__, "learned_windows", **defaults, minutes=DAY, device="cpu"),
         measure,
