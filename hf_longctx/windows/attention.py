@@ -26,6 +26,7 @@ def windowed_attention(
     key: Any,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -37,6 +38,7 @@ def windowed_attention(
         query: (B, H, T, D).
         key, value: (B, Hkv, n, D), or the `NewKeys` of a cache of `HeadWindows` and the new values.
         attention_mask: see masks.py.
+        dropout: rate of dropout. It is the sixth argument, as in transformers: kvpress passes it by position.
         sliding_window: the layer's own window.
         s_aux: a logit of each query head that takes part in the softmax without a value, (H,).
         kwargs: the other arguments of transformers' SDPA.
@@ -76,7 +78,7 @@ def windowed_attention(
         extent = extent or Extent(sliding_window or 0, 0)
         q = take_heads(queries, group.heads).flatten(1, 2)
         extra = None if logits is None else take_heads(logits, group.heads).flatten()
-        output = torch.cat([*attend(module, q, read, mask, extent, s_aux=extra, **kwargs)], 1)  # (B, T, h G, D)
+        output = torch.cat([*attend(module, q, read, mask, extent, dropout=dropout, s_aux=extra, **kwargs)], 1)  # (B, T, h G, D)
         outputs.append(output.unflatten(2, (len(group.heads), -1)))
     order = [head for group in windows.groups for head in group.heads]
     inverse = tuple(sorted(range(key_heads), key=order.__getitem__))

@@ -35,7 +35,7 @@ FALL = 1 / 3  # part of the steps in which the limit falls to the target
 NAME = "head_windows_learning"
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, s_aux=None, **kwargs):
+def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, s_aux=None, **kwargs):
     """Attend with the weights of windows that `WindowLearner` sets, or without windows if it sets none."""
     check_options(kwargs)
     weights = module.window_weights

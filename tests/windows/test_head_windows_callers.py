@@ -142,18 +142,19 @@ def test_attention_weights_are_not_supported():
 
 @torch.no_grad()
 def test_attention_that_another_package_wraps(monkeypatch):
-    """kvpress wraps all attention functions, and compares the shapes of queries and keys."""
+    """kvpress wraps all attention functions, and compares the shapes of queries and keys. It passes dropout by position."""
     functions = AttentionInterface._global_mapping
 
-    def wrapped(module, query, key, *args, attention=functions["head_windows"], **kwargs):
+    def wrapped(module, query, key, value, mask, dropout, *, attention=functions["head_windows"], **kwargs):
         assert query.shape[2] == key.shape[2]
-        return attention(module, query, key, *args, **kwargs)
+        return attention(module, query, key, value, mask, dropout, **kwargs)
 
-    monkeypatch.setitem(functions, "head_windows", wrapped)
     model, windows = windowed()
     ids = tokens()
-    found = in_chunks(model, ids, None, windows.cache(), [60, *[1] * 10])
-    assert difference(found, model(ids, use_cache=False).logits) < ROUNDING
+    expected = model(ids, use_cache=False).logits
+    monkeypatch.setitem(functions, "head_windows", wrapped)
+    assert difference(model(ids, use_cache=False).logits, expected) < ROUNDING
+    assert difference(in_chunks(model, ids, None, windows.cache(), [60, *[1] * 10]), expected) < ROUNDING
 
 
 def test_attention_that_is_not_causal():
