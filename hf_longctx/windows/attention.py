@@ -78,7 +78,9 @@ def windowed_attention(
         extent = extent or Extent(sliding_window or 0, 0)
         q = take_heads(queries, group.heads).flatten(1, 2)
         extra = None if logits is None else take_heads(logits, group.heads).flatten()
-        output = torch.cat([*attend(module, q, read, mask, extent, dropout=dropout, s_aux=extra, **kwargs)], 1)  # (B, T, h G, D)
+        output = torch.cat(
+            [*attend(module, q, read, mask, extent, dropout=dropout, s_aux=extra, **kwargs)], 1
+        )  # (B, T, h G, D)
         outputs.append(output.unflatten(2, (len(group.heads), -1)))
     order = [head for group in windows.groups for head in group.heads]
     inverse = tuple(sorted(range(key_heads), key=order.__getitem__))
