@@ -142,7 +142,7 @@ def test_attention_weights_are_not_supported():
 
 @torch.no_grad()
 def test_attention_that_another_package_wraps(monkeypatch):
-    """kvpress wraps all attention functions, and compares the shapes of queries and keys. It passes dropout by position."""
+    """kvpress wraps all attention functions, compares shapes of queries and keys, and passes dropout by position."""
     functions = AttentionInterface._global_mapping
 
     def wrapped(module, query, key, value, mask, dropout, *, attention=functions["head_windows"], **kwargs):
