@@ -77,12 +77,14 @@ class HeadWindows(PushToHubMixin):
 
         model: a model whose layers have sliding windows of their own. Default None: all layers have full attention.
 
+        Raises:
+            ValueError: the windows belong to another model.
+
         >>> HeadWindows([[-1, 96]]).share(1000)
         0.55
         """
-        layers = [None] * len(self.windows) if model is None else attention_layers(model)
-        reaches = [context if layer is None else own_window(layer, context) or context for layer in layers]
-        heads = [(window, reach) for row, reach in zip(self.windows, reaches) for window in row]
+        own = [None] * len(self.windows) if model is None else [own_window(x, context) for x in self._layers_of(model)]
+        heads = [(window, reach or context) for row, reach in zip(self.windows, own) for window in row]
         kept = sum(min(kept_keys(window, self.sinks, context), reach) for window, reach in heads)
         return kept / sum(reach for _, reach in heads)
 
@@ -95,19 +97,7 @@ class HeadWindows(PushToHubMixin):
             NotImplementedError: the model's attention is not supported.
             ValueError: the model has another type, or other numbers of layers or key heads.
         """
-        layers = attention_layers(model)
-        found = layers[0].config.model_type
-        if self.model_type not in (None, found):
-            raise ValueError(
-                f"`model` must have the type {self.model_type!r}, got {found!r}. These windows were learned for another "
-                "model."
-            )
-        shape, heads = [len(row) for row in self.windows], [key_heads(layer) for layer in layers]
-        if shape != heads:
-            raise ValueError(
-                f"`windows` must have {len(heads)} layers of {heads[0]} key heads, got {len(shape)} layers of {shape[0]}. "
-                "These windows belong to another model."
-            )
+        layers = self._layers_of(model)
         decoder = decoder_of(model, layers)
         before = decoder.config._attn_implementation
         decoder.set_attn_implementation(NAME)
@@ -144,6 +134,23 @@ class HeadWindows(PushToHubMixin):
             if isinstance(module, GenerationMixin):
                 del vars(module)["_prepare_cache_for_generation"]
         return model
+
+    def _layers_of(self, model: nn.Module) -> list[Any]:
+        """Return the attention layers of a model, if these windows belong to it."""
+        layers = attention_layers(model)
+        found = layers[0].config.model_type
+        if self.model_type not in (None, found):
+            raise ValueError(
+                f"`model` must have the type {self.model_type!r}, got {found!r}. These windows were learned for another "
+                "model."
+            )
+        shape, heads = [len(row) for row in self.windows], [key_heads(layer) for layer in layers]
+        if shape != heads:
+            raise ValueError(
+                f"`windows` must have {len(heads)} layers of {heads[0]} key heads, got {len(shape)} layers of {shape[0]}. "
+                "These windows belong to another model."
+            )
+        return layers
 
     def cache(self, max_cache_len: int | None = None) -> Cache:
         """Return an empty cache for a model to which these windows are applied.

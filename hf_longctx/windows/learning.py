@@ -40,7 +40,7 @@ def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=No
     check_options(kwargs)
     weights = module.window_weights
     if weights is None:
-        options = {"scaling": scaling, "s_aux": s_aux, **kwargs}
+        options = {"dropout": dropout, "scaling": scaling, "s_aux": s_aux, **kwargs}
         return plain_attention(module, query, key, value, attention_mask, **options), None
     if (own := kwargs.get("sliding_window")) is not None and own < query.shape[2]:
         raise NotImplementedError(f"windows cannot be learned in a layer with a sliding window of its own, got {own}.")

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,11 +88,23 @@ def test_the_run_prints_what_the_windows_cost(finished, llama, tmp_path, capsys)
     ), printed
 
 
-def test_a_killed_measurement_is_repeated(finished, llama, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("moment", ["measuring", "writing"])
+def test_a_killed_measurement_is_repeated(moment, finished, llama, tmp_path, monkeypatch, capsys):
+    write = Path.write_text
+
     def killed(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_longctx.training.recipes.windows.line_retrieval", killed)
+    def killed_in_cost(path, text):
+        if path.stem != "cost":
+            return write(path, text)
+        write(path, "")
+        raise KeyboardInterrupt
+
+    if moment == "measuring":
+        monkeypatch.setattr("hf_longctx.training.recipes.windows.line_retrieval", killed)
+    else:
+        monkeypatch.setattr(Path, "write_text", killed_in_cost)
     with pytest.raises(KeyboardInterrupt):
         train(make(values(llama, tmp_path)))
     monkeypatch.undo()

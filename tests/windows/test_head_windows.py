@@ -42,7 +42,9 @@ def test_the_share_counts_what_heads_keep():
     windows = HeadWindows([[-1, 100], [10, 1000]], sinks=4)
     assert windows.share(500) == (500 + 104 + 14 + 500) / 2000
     sliding = make("gemma3")  # windows of 24, all, 24
-    assert HeadWindows([[-1, -1], [-1, 46], [10, 30]], 4).share(500, sliding) == (48 + 550 + 38) / (48 + 1000 + 48)
+    assert HeadWindows([[-1, -1] * 2, [-1, 46] * 2, [10, 30] * 2], 4).share(500, sliding) == (48 + 550 + 38) / (
+        48 + 1000 + 48
+    )
     assert kept_keys(100, 4, 104) == kept_keys(100, 4, 105) == 104
     assert [group.heads for group in group_heads([8, -1, 8])] == [(1,), (0, 2)]
 
@@ -163,6 +165,8 @@ def test_a_missing_file(tmp_path):
 def test_windows_of_another_model(windows):
     with pytest.raises(ValueError, match=r"must have 3 layers of 4 key heads, got \d layers of \d"):
         HeadWindows(windows).apply(make())
+    with pytest.raises(ValueError, match=r"must have 3 layers of 4 key heads, got \d layers of \d"):
+        HeadWindows(windows).share(500, make())
 
 
 def test_windows_of_another_model_type(tmp_path):

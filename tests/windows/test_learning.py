@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 from tiny_windows import make
-from transformers import AutoTokenizer
+from transformers import AttentionInterface, AutoTokenizer
 
 from hf_longctx.metrics import LocalReader, forgetting_curve
 from hf_longctx.metrics.run.caches import exact_block
 from hf_longctx.windows import HeadWindows
 from hf_longctx.windows.cache import WindowLayer
-from hf_longctx.windows.learning import WindowLearner, WindowOptimizer, attention
+from hf_longctx.windows.learning import NAME, WindowLearner, WindowOptimizer, attention
 from hf_longctx.windows.sequences import WindowSequences
 
 
@@ -65,6 +65,18 @@ def test_open_windows_cost_nothing():
     train = learner()
     train.choose(torch.full_like(train.chosen(), 3))
     assert train(**batch())["loss"] < 1e-6 and train.share(train.chosen()) == 1
+
+
+def test_attention_that_another_package_wraps(monkeypatch):
+    """kvpress wraps all attention functions, and passes dropout by position."""
+    functions, train = AttentionInterface._global_mapping, learner()
+    expected = train(**batch())["loss"]
+
+    def wrapped(module, query, key, value, mask, dropout, *, attention=functions[NAME], **kwargs):
+        return attention(module, query, key, value, mask, dropout, **kwargs)
+
+    monkeypatch.setitem(functions, NAME, wrapped)
+    assert train(**batch())["loss"] == expected
 
 
 @pytest.mark.parametrize("keep", [0.2, 0.35, 0.6])

@@ -130,7 +130,9 @@ save_steps: 4
         if not file.exists():
             text = self.measure(args, trainer, tokenizer, HeadWindows.from_pretrained(folder))
             if trainer.is_world_process_zero():
-                file.write_text(text)
+                partial = file.with_suffix(".partial")
+                partial.write_text(text)
+                partial.replace(file)
         trainer.accelerator.wait_for_everyone()
         PartialState().print(file.read_text())
 
