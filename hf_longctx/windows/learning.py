@@ -32,7 +32,6 @@ from .mixed_attention import mixed_attention
 SMALLEST = 4  # log2 of the smallest window
 START = 2  # the share of the cache is limited to this multiple of its target, and the limit falls
 FALL = 1 / 3  # part of the steps in which the limit falls to the target
-UNITS = 2**17  # resolution of the choice of windows
 NAME = "head_windows_learning"
 
 
@@ -184,31 +183,26 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
     def best(self, share: float) -> Tensor:
         """Return the windows with the largest sum of values within a share of the model's cache.
 
-        This is the multiple-choice knapsack problem. Dynamic programming solves it head by head: for each number of
-        keys, the largest sum of the values of windows that fit. Costs are counted in keys, and rounded up to multiples
-        of 2, 4, ... keys if the share is larger than `UNITS` keys.
+        This is the greedy algorithm for the multiple-choice knapsack problem: the head whose larger window has the
+        largest value per added key grows next. The sum is below the largest possible one by at most the difference
+        between two values of one head.
 
         Returns:
             Indices in `sizes`, (layers, Hkv).
         """
-        heads = self.values.double().cpu().flatten(0, 1)
-        costs = (self.context * (self.shares - self.shares[0])).round().long()  # keys added to the smallest window
-        smallest = self.share(torch.zeros_like(self.chosen()))
-        budget = int(self.context * self.stored * (share - smallest) + 1e-6)
-        shift = max(budget.bit_length() - UNITS.bit_length() + 1, 0)
-        costs, budget = [-(-cost >> shift) for cost in costs.tolist()], budget >> shift
-        sums, choices = torch.zeros(budget + 1, dtype=torch.double), []
-        for values in heads:
-            found = torch.full((len(costs), budget + 1), -torch.inf, dtype=torch.double)
-            for row, cost, value in zip(found, costs, values):
-                row[cost:] = sums[: max(budget + 1 - cost, 0)] + value
-            sums, choice = found.max(0)
-            choices.append(choice.to(torch.uint8))
-        best = []
-        for choice in reversed(choices):
-            best.append(int(choice[budget]))
-            budget -= costs[best[-1]]
-        return torch.tensor(best[::-1]).view(self.weights.shape[:2])
+        values = self.values.double().cpu().flatten(0, 1)
+        heads = torch.arange(len(values))
+        best = torch.zeros_like(heads)
+        left = self.stored * (share - self.share(best))
+        while True:
+            costs = self.shares - self.shares[best, None]
+            gains = (values - values[heads, best, None]) / costs
+            gains[(costs <= 0) | (costs > left)] = -torch.inf
+            head, size = divmod(int(gains.argmax()), len(self.sizes))
+            if gains[head, size] == -torch.inf:
+                return best.view(self.weights.shape[:2])
+            left -= costs[head, size].item()
+            best[head] = size
 
     def windows(self) -> HeadWindows:
         """Return the chosen windows, and -1 for the layers that are not learned."""

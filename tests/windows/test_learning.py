@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AutoTokenizer
 
 from hf_longctx.metrics import LocalReader, forgetting_curve
 from hf_longctx.metrics.run.caches import exact_block
-from hf_longctx.windows import HeadWindows, learning
+from hf_longctx.windows import HeadWindows
 from hf_longctx.windows.cache import WindowLayer
 from hf_longctx.windows.learning import NAME, WindowLearner, WindowOptimizer, attention
 from hf_longctx.windows.sequences import WindowSequences
@@ -79,11 +79,9 @@ def test_attention_that_another_package_wraps(monkeypatch):
     assert train(**batch())["loss"] == expected
 
 
-@pytest.mark.parametrize("units", [learning.UNITS, 64])
 @pytest.mark.parametrize("keep", [0.2, 0.35, 0.6])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_best_windows_compared_with_all_windows(keep, seed, units, monkeypatch):
-    monkeypatch.setattr(learning, "UNITS", units)
+def test_the_best_windows_compared_with_all_windows(keep, seed):
     train = learner(keep=keep, context=LENGTH)
     values = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(seed)).cumsum(-1)
     values[:, 2:] = 0  # 6 of 12 heads
@@ -93,28 +91,22 @@ def test_the_best_windows_compared_with_all_windows(keep, seed, units, monkeypat
     def total(chosen):
         return values.gather(-1, chosen[..., None]).sum().item()
 
-    def sums(keep):
+    def every():
         for sizes in itertools.product(range(4), repeat=6):
             chosen = torch.zeros_like(best)
             chosen[:, :2] = torch.tensor(sizes).view(3, 2)
             if train.share(chosen) <= keep:
                 yield total(chosen)
 
-    rounded = 7 * 2 * keep / units  # less than one unit for the share and for each of 6 heads
-    assert max(sums(keep - rounded)) <= total(best) <= max(sums(keep))
+    assert max(every()) - (values[..., -1] - values[..., 0]).max() <= total(best) <= max(every())
     train.choose(best)
     windows = train.windows()
     assert windows.share(LENGTH) == pytest.approx(train.share(best)) and train.share(best) <= keep
     assert all(window == -1 or window.bit_count() == 1 for row in windows.windows for window in row)
-
-
-def test_all_keys_of_a_head_before_a_smaller_window_that_is_worth_more_for_each_key():
-    train = learner(keep=0.25, context=LENGTH)  # the share has 144 keys more than the smallest windows
-    values = torch.zeros_like(train.values)
-    values[0, 0, 3] = 1  # for 108 keys
-    values[0, 1, 2:] = 0.5  # for 48 keys
-    train.values.copy_(values)
-    assert train.best(0.25)[0].tolist() == [3, 0, 0, 0]
+    for head in (best < 3).nonzero():
+        larger = best.clone()
+        larger[tuple(head)] += 1
+        assert train.share(larger) > keep, "no window can grow"
 
 
 @pytest.mark.parametrize("start", range(4))
@@ -123,7 +115,7 @@ def test_heads_that_the_model_needs_open_from_any_window(start):
     with torch.no_grad():
         for layer in model.model.layers:  # the values of three of four key heads are zero
             layer.self_attn.v_proj.weight[layer.self_attn.head_dim :] = 0
-    train = WindowLearner(model, LENGTH, keep=0.3, keep_context=LENGTH)
+    train = WindowLearner(model, LENGTH, keep=0.4, keep_context=LENGTH)
     train.choose(torch.full_like(train.chosen(), start))
     optimizer = WindowOptimizer(train.parameters(), train, steps=6, lr=0.3)
     shares = []
@@ -132,7 +124,7 @@ def test_heads_that_the_model_needs_open_from_any_window(start):
         train(**batch(step))["loss"].backward()
         optimizer.step()
         shares.append(train.share(train.chosen()))
-    assert 0.3 < shares[0] <= 0.45 and max(shares[1:]) <= 0.3, "falls to its target in a third of the steps"
+    assert 0.4 < shares[0] <= 0.6 and max(shares[1:]) <= 0.4, "falls to its target in a third of the steps"
     assert (train.chosen()[:, :1] > train.chosen()[:, 1:]).all()
 
 
