@@ -14,6 +14,9 @@ passages, records and documents, none of which the windows were learned from:
   of answers that greedy decoding gives token for token.
 - the perplexity of a novel and of Python code.
 
+Copies and the needle begin with BOS, as the measurements of hf-longctx do. Gap copies, lines and documents begin with
+the tokens that the tokenizer adds, as the text of a user does: BOS for Gemma, and no token for SmolLM2 and Qwen.
+
 "streaming" has one window for all heads with full attention, as StreamingLLM. snapkv and expected are presses of
 kvpress, and are measured if kvpress is installed. Quantized caches are measured if optimum-quanto is installed. All
 other caches keep as many keys as the learned windows keep of the same context. "windows4" is a cache of learned
@@ -93,6 +96,11 @@ def encode(tokenizer, text):
     return np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+def beginning(tokenizer):
+    """Return the tokens that the tokenizer adds before a text."""
+    return np.array(tokenizer("")["input_ids"], dtype=np.int64)
+
+
 class QuantizedWindows:
     """Windows whose cache stores the context in 4 bits, as the `QuantizedCache` of transformers does."""
 
@@ -152,12 +160,11 @@ def gap_copies(reader, name, args):
     """Return the share of tokens copied of each passage, after other text."""
     _, tokenizer, novel = load(name)
     rng, shares = np.random.default_rng(0), []
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for _ in range(args.repeats):
         begin, other = rng.integers(len(novel) // 2 - GAP, size=2)
         passage = novel[begin : begin + GAP_PASSAGE]
         between = novel[len(novel) // 2 + other :][:GAP]
-        context = np.concatenate([bos, passage, between]).astype(np.int64)
+        context = np.concatenate([beginning(tokenizer), passage, between])
         ids = np.concatenate([context, passage])
         with reader.reading(ids[: 2 * GAP_PASSAGE], None):
             first = len(context) + 8  # the model must first recognize the passage
@@ -169,14 +176,13 @@ def gap_copies(reader, name, args):
 def lines(reader, name, length):
     """Return the share of digits predicted right for each record. Record and questions have about `length` tokens."""
     tokenizer, shares = load(name)[1], []
-    bos, _ = special_ids(reader, None, None)
     example = draw_record(QUESTIONS, 0, 0)
     line, question = (len(encode(tokenizer, text)) for text in (example.text, example.question + example.answer))
     count = (length - QUESTIONS * question) * QUESTIONS // line
     for repeat in range(RECORDS[length]):
         record = draw_record(count, 0, repeat)
         asked = re.findall(r"line (\S+): REGISTER_CONTENT is <(\d+)>", record.text)
-        context = np.append(bos, encode(tokenizer, record.text))
+        context = np.append(beginning(tokenizer), encode(tokenizer, record.text))
         parts, digits = [context], [np.zeros(len(context), bool)]
         for name, number in (asked[i] for i in np.random.default_rng(repeat).permutation(count)[:QUESTIONS]):
             words = record.question.replace(asked[record.asked_line][0], name)
@@ -215,7 +221,7 @@ def measure_one(name, kind, keep, task, length, args):
         found = needle_in_a_haystack(reader, tokenizer, novel, lengths=[length], depths=[5], repeats=2, replies=False)
         answers = [answer for cell in found.cells for answer in cell.answers]
         return {"shares": [float(x.exact) for x in answers], "answer_log_probs": [x.log_prob for x in answers]}
-    bos = tokenizer("")["input_ids"]  # only Gemma's tokenizer adds one
+    bos = beginning(tokenizer)
     if task == "novel":
         return {"losses": loss(reader, bos, novel, length, PIECES)}
     files = [Path(sysconfig.get_paths()["stdlib"], file).read_text() for file in CODE]
