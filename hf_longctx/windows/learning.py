@@ -7,8 +7,8 @@ them. The gradient is the first-order effect of every window on the loss, whethe
 
 The value of the keys that a larger window adds is the absolute difference between the effects of the two windows. The
 sign is ignored: where effects are small, it is noise, and windows would close by chance. Each step averages the values
-with those of earlier steps. It then chooses the windows with the largest sum of values that fit into a share of the
-cache. A head that closes although the model needs it has large values in the next step, and can open again.
+with those of earlier steps. It then chooses windows with a large sum of values that fit into a share of the cache. A
+head that closes although the model needs it has large values in the next step, and can open again.
 """
 
 import math
@@ -181,11 +181,12 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
         return 1 - (1 - self.shares[chosen]).sum().item() / self.stored
 
     def best(self, share: float) -> Tensor:
-        """Return the windows with the largest sum of values within a share of the model's cache.
+        """Return windows with a large sum of values within a share of the model's cache.
 
         This is the greedy algorithm for the multiple-choice knapsack problem: the head whose larger window has the
         largest value per added key grows next. The sum is below the largest possible one by at most the difference
-        between two values of one head.
+        between two values of one head. Windows with the largest sum do not retain more: values are estimates, and
+        windows that differ in a third of the heads have almost the same sum.
 
         Returns:
             Indices in `sizes`, (layers, Hkv).
