@@ -1,6 +1,7 @@
-"""What the pair of processes does when one of them crashes."""
+"""What the pair of processes does when one of them fails."""
 
 import os
+import signal
 from pathlib import Path
 
 import processes
@@ -11,31 +12,32 @@ import torch.distributed as dist
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    monkeypatch.setattr(processes, "GRACE", 1)
+    monkeypatch.setattr(processes, "GRACE", 3)
 
 
-def crash(folder, attempts):
-    """End the second process by a signal in the first `attempts` attempts. The first process waits for it."""
-    rank, marks = dist.get_rank(), len([*Path(folder).iterdir()])
+def fail(folder, number):
+    """End the second process by a signal, or raise an error, if no file marks an earlier attempt."""
+    attempts = len([*Path(folder).iterdir()])
     dist.barrier()
-    if rank == 1 and marks < attempts:
-        (Path(folder) / str(marks)).touch()
-        os.abort()
+    if dist.get_rank() == 1:
+        (Path(folder) / str(attempts)).touch()
+        if attempts == 0:
+            os.kill(os.getpid(), number) if number else [].pop()
     total = torch.ones(())
     dist.all_reduce(total)
     return total.item()
 
 
-def test_a_crash_is_repeated_once(two_processes, tmp_path):
-    assert two_processes(crash, tmp_path, 1) == 2 and len([*tmp_path.iterdir()]) == 1
+def test_an_aborted_function_is_called_again_with_a_warning(two_processes, tmp_path):
+    with pytest.warns(UserWarning, match="(?s)A process aborted.*ended by SIGABRT"):
+        assert two_processes(fail, tmp_path, signal.SIGABRT, attempts=2) == 2
 
 
-def test_a_second_crash_is_a_failure(two_processes, tmp_path):
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)process 0: .*a crash: crash: ended by signal \[6\]"):
-        two_processes(crash, tmp_path, 2)
-    assert len([*tmp_path.iterdir()]) == 2
-
-
-def test_an_exception_is_not_repeated(two_processes, tmp_path):
-    with pytest.raises(pytest.fail.Exception, match="FileNotFoundError"):
-        two_processes(crash, tmp_path / "absent", 1)
+@pytest.mark.parametrize(
+    ("number", "attempts", "message"),
+    [(signal.SIGABRT, 1, "ended by SIGABRT"), (signal.SIGKILL, 2, "ended by SIGKILL"), (None, 2, "IndexError")],
+)
+def test_any_other_failure_is_a_failure(two_processes, tmp_path, number, attempts, message):
+    with pytest.raises(pytest.fail.Exception, match=f"process 1: .*{message}" if number else message):
+        two_processes(fail, tmp_path, number, attempts=attempts)
+    assert [x.name for x in tmp_path.iterdir()] == ["0"]

@@ -56,7 +56,7 @@ class ParallelTests(tensor_parallel.TensorParallelTesterMixin, sharded.FSDPTeste
         assert world_size == WORLD
         return lambda test: (
             lambda *arguments: self.two_processes(
-                upstream, inspect.getmodulename(test.__code__.co_filename), test.__name__, *arguments
+                upstream, inspect.getmodulename(test.__code__.co_filename), test.__name__, *arguments, attempts=2
             )
         )
 
