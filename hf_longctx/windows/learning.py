@@ -185,8 +185,8 @@ class WindowLearner(nn.Module, ModuleUtilsMixin):
 
         This is the greedy algorithm for the multiple-choice knapsack problem: the head whose larger window has the
         largest value per added key grows next. The sum is below the largest possible one by at most the difference
-        between two values of one head. Windows with the largest sum do not retain more: values are estimates, and
-        windows that differ in a third of the heads have almost the same sum.
+        between two values of one head. Values are estimates, and windows that differ in a third of the heads can have
+        almost the same sum. In one run of each of three models, windows with the largest sum did not retain more.
 
         Returns:
             Indices in `sizes`, (layers, Hkv).

@@ -15,7 +15,8 @@ passages, records and documents, none of which the windows were learned from:
 - the perplexity of a novel and of Python code.
 
 Copies and the needle begin with BOS, as the measurements of hf-longctx do. Gap copies, lines and documents begin with
-the tokens that the tokenizer adds, as the text of a user does: BOS for Gemma, and no token for SmolLM2 and Qwen.
+the tokens that the tokenizer adds, as a user's prompt does: BOS for Gemma, and no token for SmolLM2 and Qwen. Other
+gap copies are read after the BOS that the configs of SmolLM2 and Qwen name.
 
 "streaming" has one window for all heads with full attention, as StreamingLLM. snapkv and expected are presses of
 kvpress, and are measured if kvpress is installed. Quantized caches are measured if optimum-quanto is installed. All
@@ -73,9 +74,9 @@ RECORDS = {2000: 10, 8000: 6}  # records of lines, by the number of tokens of a 
 SHOWN = 2000  # tokens of a passage in the figure
 COPIES = """
 | model | cache | windows | share of the cache at 8,192 tokens | copies 250 tokens | 1,000 | 2,000 |\
- gap copies | digits of lines, 2,000 tokens | 8,000 | needle, 2,000 tokens |
+ gap copies | gap copies after BOS | digits of lines, 2,000 tokens | 8,000 | needle, 2,000 tokens |
 | {model} | {cache} | {keep} | {share:.1%} | {copy[250]} | {copy[1000]} | {copy[2000]} |\
- {gap[1250]} | {lines[2000]} | {lines[8000]} | {needle[2000]} |
+ {gap[1250]} | {gap_bos[1250]} | {lines[2000]} | {lines[8000]} | {needle[2000]} |
 """
 PERPLEXITY = """
 | model | cache | windows | perplexity of a novel, 2,048 tokens | 8,192 | of code, 2,048 |
@@ -156,15 +157,15 @@ def copies(reader, name, length, args):
     return (best == rows[:, scored.start + 1 : scored.stop + 1]).mean(1).tolist()
 
 
-def gap_copies(reader, name, args):
+def gap_copies(reader, name, args, before):
     """Return the share of tokens copied of each passage, after other text."""
-    _, tokenizer, novel = load(name)
+    novel = load(name)[2]
     rng, shares = np.random.default_rng(0), []
     for _ in range(args.repeats):
         begin, other = rng.integers(len(novel) // 2 - GAP, size=2)
         passage = novel[begin : begin + GAP_PASSAGE]
         between = novel[len(novel) // 2 + other :][:GAP]
-        context = np.concatenate([beginning(tokenizer), passage, between])
+        context = np.concatenate([before, passage, between])
         ids = np.concatenate([context, passage])
         with reader.reading(ids[: 2 * GAP_PASSAGE], None):
             first = len(context) + 8  # the model must first recognize the passage
@@ -214,7 +215,9 @@ def measure_one(name, kind, keep, task, length, args):
     if task == "copy":
         return {"shares": copies(reader, name, length, args)}
     if task == "gap":
-        return {"shares": gap_copies(reader, name, args)}
+        return {"shares": gap_copies(reader, name, args, beginning(tokenizer))}
+    if task == "gap_bos":
+        return {"shares": gap_copies(reader, name, args, [tokenizer.bos_token_id])}
     if task == "lines":
         return {"shares": lines(reader, name, length)}
     if task == "needle":
@@ -231,7 +234,8 @@ def measure_one(name, kind, keep, task, length, args):
 def tasks(args):
     texts = [*(("novel", n) for n in args.contexts), ("code", args.contexts[0])]
     records = [("lines", n) for n in RECORDS]
-    return [*(("copy", n) for n in args.lengths), ("gap", GAP + GAP_PASSAGE), *records, ("needle", 2000), *texts]
+    gaps = [(task, GAP + GAP_PASSAGE) for task in ("gap", "gap_bos")]
+    return [*(("copy", n) for n in args.lengths), *gaps, *records, ("needle", 2000), *texts]
 
 
 def keys(args):
