@@ -66,7 +66,7 @@ class TwoProcesses:
 
     def __call__(self, function, *arguments, attempts=1):
         failures, aborted = self.run(function, *arguments)
-        if failures and aborted and attempts > 1:
+        if aborted and attempts > 1:
             warnings.warn(f"A process aborted, and the function is called again. {failures}", stacklevel=2)
             return self(function, *arguments, attempts=attempts - 1)
         if failures:

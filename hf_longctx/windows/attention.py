@@ -78,10 +78,8 @@ def windowed_attention(
         extent = extent or Extent(sliding_window or 0, 0)
         q = take_heads(queries, group.heads).flatten(1, 2)
         extra = None if logits is None else take_heads(logits, group.heads).flatten()
-        output = torch.cat(
-            [*attend(module, q, read, mask, extent, dropout=dropout, s_aux=extra, **kwargs)], 1
-        )  # (B, T, h G, D)
-        outputs.append(output.unflatten(2, (len(group.heads), -1)))
+        bands = attend(module, q, read, mask, extent, dropout=dropout, s_aux=extra, **kwargs)  # (B, band, h G, D)
+        outputs.append(torch.cat([*bands], 1).unflatten(2, (len(group.heads), -1)))
     order = [head for group in windows.groups for head in group.heads]
     inverse = tuple(sorted(range(key_heads), key=order.__getitem__))
     output = outputs[0] if len(outputs) == 1 else take_heads(torch.cat(outputs, 2), inverse, 2)

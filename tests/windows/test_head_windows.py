@@ -42,9 +42,8 @@ def test_the_share_counts_what_heads_keep():
     windows = HeadWindows([[-1, 100], [10, 1000]], sinks=4)
     assert windows.share(500) == (500 + 104 + 14 + 500) / 2000
     sliding = make("gemma3")  # windows of 24, all, 24
-    assert HeadWindows([[-1, -1] * 2, [-1, 46] * 2, [10, 30] * 2], 4).share(500, sliding) == (48 + 550 + 38) / (
-        48 + 1000 + 48
-    )
+    windows = HeadWindows([[-1, -1] * 2, [-1, 46] * 2, [10, 30] * 2], sinks=4)
+    assert windows.share(500, sliding) == (48 + 550 + 38) / (48 + 1000 + 48)
     assert kept_keys(100, 4, 104) == kept_keys(100, 4, 105) == 104
     assert [group.heads for group in group_heads([8, -1, 8])] == [(1,), (0, 2)]
 
